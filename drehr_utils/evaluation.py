@@ -1,0 +1,226 @@
+"""Scores of a retrieval system on CliniQ, with intervals and tests (CliniQ §4.1, §4.3; DR.EHR §4.3, §5).
+
+A system is a score matrix [queries, chunks] in the benchmark's order, or a tuple of such matrices, which reciprocal
+rank fusion joins in each search's own pool. Runs as dictionaries exist only at ir-measures' edge. Values: 0 to 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import ir_measures
+import numpy as np
+import pandas as pd
+import scipy.stats
+from ir_measures import AP, RR, R, nDCG
+
+from drehr_utils.cliniq import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
+from drehr_utils.retrieval import rank, reciprocal_rank_fusion, tie_keys
+
+SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note has few chunks (CliniQ §4.3)
+MULTI_METRICS = {"MRR": RR, "NDCG@10": nDCG @ 10, "R@100": R @ 100}
+Scores = np.ndarray | tuple[np.ndarray, ...]
+AVERAGE = "Average"  # of the setting's three metrics: what DR.EHR's Tables 5 and 6 print
+RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
+
+_BATCH = 256  # queries turned into dictionaries at a time: bounds memory at CliniQ's 1,246 x 16,550 scores
+
+
+def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None = None) -> pd.DataFrame:
+    """Single-Patient Retrieval: one row a search and metric, `search_id, query_id, query_type, metric, value`.
+
+    A search is a (patient, query) pair, so a query asked for many patients weighs more: the paper averages over
+    searches ("nearly 28k"). `scores` [queries, chunks] are over the whole corpus; each search reads its note's part.
+    Metrics: MRR, NDCG, MAP without cutoff, and their Average. `match_type` dissects (CliniQ §4.1, DR.EHR Table 5).
+    """
+    matrices = _checked(benchmark, scores)
+    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
+    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
+    ties = tie_keys(benchmark.queries, benchmark.corpus)
+    qrels, run, query_of = {}, {}, {}
+    for task in single_patient_tasks(benchmark, match_type):
+        row = rows[task.query_id]
+        pool = np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
+        order = _order([matrix[row, pool] for matrix in matrices], ties[row, pool])
+        run[task.search_id] = {task.chunk_ids[i]: float(-place) for place, i in enumerate(order)}
+        qrels[task.search_id] = task.relevant
+        query_of[task.search_id] = task.query_id
+    return _frame(benchmark, SINGLE_METRICS, ir_measures.iter_calc(SINGLE_METRICS.values(), qrels, run), query_of)
+
+
+def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
+    """Multi-Patient Retrieval: each query that has a relevant chunk, over the whole corpus; rows as single_patient's.
+
+    Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients without the code aren't judged beyond string
+    matches, and count as not relevant (CliniQ §3.3, Limitations).
+    """
+    matrices = _checked(benchmark, scores)
+    chunk_ids = np.array(list(benchmark.corpus), dtype=object)
+    asked = [(row, query_id) for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
+    places = [float(-place) for place in range(len(chunk_ids))]
+
+    def values() -> Iterator[ir_measures.Metric]:
+        for start in range(0, len(asked), _BATCH):
+            batch = asked[start : start + _BATCH]
+            ids = [query_id for _, query_id in batch]
+            rows = [row for row, _ in batch]
+            order = _order([matrix[rows] for matrix in matrices], tie_keys(ids, benchmark.corpus))
+            run = {query_id: dict(zip(chunk_ids[order[i]], places, strict=True)) for i, query_id in enumerate(ids)}
+            qrels = {query_id: benchmark.qrels[query_id] for query_id in ids}
+            yield from ir_measures.iter_calc(MULTI_METRICS.values(), qrels, run)
+
+    return _frame(benchmark, MULTI_METRICS, values(), {query_id: query_id for _, query_id in asked})
+
+
+def means(values: pd.DataFrame) -> pd.Series:
+    """The mean of each metric over the searches of single_patient's or multi_patient's frame, in the frame's order."""
+    return values.groupby("metric", sort=False)["value"].mean()
+
+
+def bootstrap_interval(
+    values: np.ndarray, groups: np.ndarray | None = None, n: int = 1000, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """95% percentile bootstrap interval of the mean: (low, high) of `values` [searches] or [searches, metrics].
+
+    `groups` [searches] are query ids: queries are drawn, each with all its searches, since a query's searches in
+    several patients aren't independent. NaN where there are fewer than two queries to draw from.
+    """
+    sums, counts = _cluster_sums(values, groups)
+    if len(counts) < 2:
+        nan = np.full(sums.shape[1:], np.nan)
+        return nan, nan
+    counts = np.broadcast_to(counts.reshape(-1, *[1] * (sums.ndim - 1)), sums.shape)
+    interval = scipy.stats.bootstrap(
+        (sums, counts), lambda s, c, axis: s.sum(axis=axis) / c.sum(axis=axis), n_resamples=n, paired=True, axis=0,
+        vectorized=True, method="percentile", rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return interval.low, interval.high
+
+
+def paired_randomization_test(
+    a: np.ndarray, b: np.ndarray, groups: np.ndarray | None = None, n: int = 10_000, seed: int = 0
+) -> np.ndarray:
+    """Two-sided p of the paired randomization test of mean(a) = mean(b): (as extreme + 1) / (n + 1).
+
+    `a`, `b` are [searches] or [searches, metrics], aligned; the signs of a query's differences (`groups`) flip
+    together. (scipy.stats.permutation_test tests the same, takes three times as long, and one metric at a time.)
+    """
+    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    if a.shape != b.shape:
+        raise ValueError(f"a has shape {a.shape}, b {b.shape}; both need the same searches in the same order")
+    differences, _ = _cluster_sums(a - b, groups)
+    observed = np.abs(differences.sum(axis=0))
+    rng = np.random.default_rng(seed)
+    extreme = np.zeros_like(observed)
+    for start in range(0, n, 2000):
+        draws = min(2000, n - start)
+        signs = rng.integers(0, 2, (draws, len(differences)), dtype=np.int8) * 2.0 - 1.0
+        # The tolerance counts a draw that equals the observed sum up to rounding, as it must.
+        extreme += (np.abs(signs @ differences) >= observed * (1 - 1e-12) - 1e-9).sum(axis=0)
+    return (extreme + 1) / (n + 1)
+
+
+def result_rows(
+    name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame | None = None, seed: int = 0
+) -> pd.DataFrame:
+    """Per-search values as long-form rows (RESULT_COLUMNS), one a metric: mean, 95% interval, p against `start`.
+
+    `start` holds another system's values of the same searches; p is empty without it. `paper` is left empty.
+    """
+    metrics = list(dict.fromkeys(values["metric"]))
+    groups, matrix = _matrix(values, metrics)
+    low, high = bootstrap_interval(matrix, groups, seed=seed)
+    p = np.full(len(metrics), np.nan)
+    if start is not None:
+        if set(start["search_id"]) != set(values["search_id"]):
+            raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
+        p = paired_randomization_test(matrix, _matrix(start, metrics)[1], groups, seed=seed)
+    return pd.DataFrame({"system": name, "setting": setting, "group": group, "metric": metrics, "paper": np.nan,
+                         "ours": matrix.mean(axis=0), "low": low, "high": high, "p": p})[RESULT_COLUMNS]
+
+
+def evaluate_system(
+    name: str, benchmark: Benchmark, scores: Scores, start: Scores | None = None, seed: int = 0
+) -> pd.DataFrame:
+    """A system's long-form rows (RESULT_COLUMNS): both settings, all queries and each query type, each match type.
+
+    `group` is `all`, a query type, or (Single-Patient only) a match type; `metric` includes Average. `p` is against
+    `start`, the scores of another system (the starting encoder). A group without a search has no row.
+    """
+    frames = []
+    for setting, measure in (("single", single_patient), ("multi", multi_patient)):
+        ours, base = measure(benchmark, scores), None if start is None else measure(benchmark, start)
+        frames.append((setting, "all", ours, base))
+        for kind in QUERY_TYPES:
+            part = [frame if frame is None else frame[frame["query_type"] == kind] for frame in (ours, base)]
+            frames.append((setting, kind, *part))
+    for match_type in MATCH_TYPES:
+        base = None if start is None else single_patient(benchmark, start, match_type)
+        frames.append(("single", match_type, single_patient(benchmark, scores, match_type), base))
+    rows = [result_rows(name, *frame, seed=seed) for frame in frames if not frame[2].empty]
+    return pd.concat(rows, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class Hubness:
+    """How unevenly chunks come first: a hub chunk that tops most queries ruins Multi-Patient Retrieval."""
+
+    top1_share: float  # share of queries, 0..1, whose first chunk is the most frequent first chunk
+    distinct_top1: int
+    skewness: float  # of N_10, how often a chunk is among a query's first ten (Radovanović et al., 2010)
+
+
+def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
+    """Hubness of a score matrix [queries, chunks]; equal scores are ordered by position here, ids being unknown."""
+    scores = np.asarray(scores)
+    first = np.bincount(scores.argmax(axis=1), minlength=scores.shape[1])
+    k = min(k, scores.shape[1])
+    best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+    occurrences = np.bincount(best.ravel(), minlength=scores.shape[1])
+    skewness = float(scipy.stats.skew(occurrences)) if occurrences.std() > 0 else 0.0
+    return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
+
+
+def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    wide = values.pivot(index=["search_id", "query_id"], columns="metric", values="value")[metrics]
+    return wide.index.get_level_values("query_id").to_numpy(), wide.to_numpy()
+
+
+def _frame(benchmark: Benchmark, metrics: dict, values: Iterable, query_of: dict[str, str]) -> pd.DataFrame:
+    names = {measure: name for name, measure in metrics.items()}
+    found: dict[str, dict[str, float]] = {search_id: {} for search_id in query_of}
+    for value in values:
+        found[value.query_id][names[value.measure]] = 100 * value.value
+    rows = []
+    for search_id, query_id in query_of.items():
+        scores = [found[search_id][name] for name in metrics]
+        for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
+            rows.append((search_id, query_id, benchmark.query_types[query_id], name, score))
+    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+
+
+def _cluster_sums(values: np.ndarray, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    values = np.asarray(values, dtype=float)
+    if groups is None:
+        return values, np.ones(len(values))
+    _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
+    sums = np.zeros((index.max(initial=-1) + 1, *values.shape[1:]))
+    np.add.at(sums, index, values)
+    return sums, np.bincount(index).astype(float)
+
+
+def _order(runs: list[np.ndarray], ties: np.ndarray) -> np.ndarray:
+    return rank(runs[0] if len(runs) == 1 else reciprocal_rank_fusion(runs, ties), ties)
+
+
+def _checked(benchmark: Benchmark, scores: Scores) -> list[np.ndarray]:
+    matrices = [np.asarray(matrix) for matrix in (scores if isinstance(scores, tuple) else (scores,))]
+    expected = (len(benchmark.queries), len(benchmark.corpus))
+    for matrix in matrices:
+        if matrix.shape != expected:
+            raise ValueError(f"scores have shape {matrix.shape}; the benchmark has {expected[0]} queries and "
+                             f"{expected[1]} chunks")
+        if np.isnan(matrix).any():
+            raise ValueError("scores hold NaN; a chunk that wasn't scored gets -inf")
+    return matrices

@@ -1,0 +1,252 @@
+"""The steps that several notebooks share, each made once and read from the cache after.
+
+Any notebook can ask for any step, so that it runs by itself; the notebook that explains a step is named beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils import (
+    artifacts,
+    cliniq,
+    corpus,
+    encoders,
+    kg,
+    llm,
+    losses,
+    matching,
+    positives,
+    prompts,
+    retrieval,
+    training,
+)  # fmt: skip
+from drehr_utils.corpus import Chunk, Note, ReadReport
+from drehr_utils.kg import KnowledgeGraph
+from drehr_utils.matching import EntityMatcher
+from drehr_utils.positives import AbbreviationCleaning, PositiveSets
+from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.training import Recipe, TrainingSet
+
+START = "MiniLM (start)"
+PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
+FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
+
+
+def recipe_of(profile: Profile, system: str) -> Recipe:
+    return {
+        PUBLISHED: profile.published,
+        WITHOUT_STAGE1: profile.without_stage1(),
+        IMPROVED: profile.improved,
+    }[system]
+
+
+# --- notebook 01 -------------------------------------------------------------------------------------------------
+
+
+@cache
+def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
+    """The notes, what reading them skipped, and each note's split; cut to the profile's number of training notes."""
+    read, report = corpus.read_notes(profile.notes)
+    splits = corpus.read_splits(profile.notes, read)
+    if profile.max_train_notes:
+        train = [note.note_id for note in read if splits[note.note_id] == "train"]
+        left_out = set(train[profile.max_train_notes :])
+        read = [note for note in read if note.note_id not in left_out]
+    return read, report, splits
+
+
+def chunks(profile: Profile, split: str = "train") -> list[Chunk]:
+    """A split's chunks, in the notes' order."""
+    read, _, splits = notes(profile)
+    return [chunk for note in read if splits[note.note_id] == split for chunk in corpus.chunk_note(note)]
+
+
+# --- notebook 02 -------------------------------------------------------------------------------------------------
+
+
+@cache
+def knowledge_graph(profile: Profile) -> KnowledgeGraph:
+    """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
+    if profile.bios is not None:
+        return kg.load_bios(profile.bios)
+    key = artifacts.digest(kg, profile.open_kg, _installed_versions())
+    return artifacts.cached(
+        ROOT / "data/cache/kg" / f"open_kg-{key}", lambda: kg.build_open_kg(profile.open_kg), kg.save_bios, kg.load_bios
+    )
+
+
+def _installed_versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in kg.VOCABULARY_PACKAGES}
+
+
+@cache
+def matcher(profile: Profile) -> EntityMatcher:
+    return EntityMatcher(knowledge_graph(profile).term2cui)
+
+
+# --- notebooks 03 and 04 -----------------------------------------------------------------------------------------
+
+
+def requests(profile: Profile, task: str) -> list[prompts.Request]:
+    """Every training chunk's request of a task; for `entity_generation` one for each entity type."""
+    kinds = prompts.ENTITY_TYPES if task == "entity_generation" else (None,)
+    return [prompts.Request(task, chunk.id, chunk.text, kind) for chunk in chunks(profile) for kind in kinds]
+
+
+def answers(profile: Profile, task: str, progress: bool = True) -> llm.Answers:
+    """Recorded and stored answers, and a server's for the rest where one is set (see llm.server_from_env)."""
+    return llm.answer_all(
+        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.jsonl",
+        server=llm.server_from_env(), progress=progress,
+    )  # fmt: skip
+
+
+def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
+    """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A)."""
+    texts, graph, counts = answers(profile, "abbreviation_reduction").texts, knowledge_graph(profile), AbbreviationCleaning()
+    kept = {}
+    for chunk in chunks(profile):
+        pairs, malformed = prompts.parse_abbreviations(texts.get(("abbreviation_reduction", None, chunk.id), ""))
+        counts.malformed += malformed
+        kept[chunk.id] = positives.clean_abbreviations(pairs, chunk.text, graph, counts)
+    return kept, counts
+
+
+def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
+    """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2)."""
+    texts = answers(profile, "entity_generation").texts
+    entities, rows = {}, []
+    for kind in prompts.ENTITY_TYPES:
+        malformed = empty = 0
+        for chunk in chunks(profile):
+            names, bad = prompts.parse_entities(texts.get(("entity_generation", kind, chunk.id), ""))
+            entities[chunk.id, kind] = names
+            malformed += bad
+            empty += not names
+        total = sum(len(names) for (_, k), names in entities.items() if k == kind)
+        rows.append((kind, len(chunks(profile)), total, empty, malformed))
+    return entities, pd.DataFrame(rows, columns=["entity type", "answers", "entities", "answers without any", "malformed lines"])
+
+
+def stage1_sets(profile: Profile) -> PositiveSets:
+    """Stage I's positive sets of the training chunks."""
+    key = artifacts.digest(
+        positives, kg, matching, prompts, corpus, profile.notes, profile.max_train_notes, profile.open_kg,
+        str(profile.bios), profile.seed, list(profile.recorded_answers),
+    )  # fmt: skip
+    return artifacts.cached(
+        profile.cache / f"positives/stage1-{key}.npz",
+        lambda: positives.stage1_positives(
+            chunks(profile), knowledge_graph(profile), matcher(profile), abbreviations(profile)[0], profile.seed
+        ),
+        PositiveSets.save,
+        PositiveSets.load,
+    )
+
+
+def stage2_sets(profile: Profile) -> PositiveSets:
+    """Stage II's positive sets of the training chunks."""
+    key = artifacts.digest(
+        positives, prompts, corpus, profile.notes, profile.max_train_notes, list(profile.recorded_answers)
+    )  # fmt: skip
+    return artifacts.cached(
+        profile.cache / f"positives/stage2-{key}.npz",
+        lambda: positives.stage2_positives(chunks(profile), generated_entities(profile)[0]),
+        PositiveSets.save,
+        PositiveSets.load,
+    )
+
+
+# --- notebook 05 -------------------------------------------------------------------------------------------------
+
+
+def starting_encoder(profile: Profile) -> SentenceTransformer:
+    return encoders.load_encoder(profile.encoder, profile.pooling)
+
+
+def _train(profile: Profile, stage: str, config: training.StageConfig, start: Path | None, key: str) -> Path:
+    """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
+    folder = profile.cache / "models" / f"{stage}-{key}"
+    if folder.exists():
+        return folder
+    encoder = encoders.load_encoder(start) if start else starting_encoder(profile)
+    if profile.lora:
+        encoders.add_lora(encoder)
+    sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
+    data = TrainingSet.build(chunks(profile), sets, config.sources)
+    work = profile.cache / "checkpoints" / folder.name
+    curve = training.train_stage(encoder, data, config, work, save_steps=profile.save_steps)
+    partial = folder.with_name(f"partial-{folder.name}")
+    encoders.save_encoder(encoder, partial)
+    curve.to_csv(partial / "loss.csv", index=False)
+    os.replace(partial, folder)
+    shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.DataFrame]]:
+    """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage.
+
+    Stages that two recipes share are trained once."""
+    modules = (training, losses, encoders, positives, corpus, prompts)
+    key = artifacts.digest(*modules, profile.notes, profile.max_train_notes, list(profile.recorded_answers),
+                           profile.encoder, profile.pooling, profile.lora, profile.seed)  # fmt: skip
+    folder, curves = None, {}
+    for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
+        if config is not None:
+            graph = (kg, matching, profile.open_kg, str(profile.bios)) if stage == "stage1" else ()
+            key = artifacts.digest(key, stage, config, *graph)
+            folder = _train(profile, stage, config, folder, key)
+            curves[stage] = pd.read_csv(folder / "loss.csv")
+    if recipe.own_share < 1:
+        averaged = folder.with_name(f"averaged-{artifacts.digest(key, recipe.own_share)}")
+        if not averaged.exists():
+            mixed = encoders.average_weights(encoders.load_encoder(folder), starting_encoder(profile), recipe.own_share)
+            partial = averaged.with_name(f"partial-{averaged.name}")
+            encoders.save_encoder(mixed, partial)
+            os.replace(partial, averaged)
+        folder = averaged
+    return folder, curves
+
+
+def trained_model(profile: Profile, system: str) -> tuple[Path, dict[str, pd.DataFrame]]:
+    """A system's model folder (sentence-transformers' layout) and its loss curves; see train_recipe.
+
+    `data/cache/<profile>/models/<system>` is a link to the folder, so that
+    `SentenceTransformer("data/cache/open/models/drehr-improved")` just works."""
+    folder, curves = train_recipe(profile, recipe_of(profile, system))
+    _link(profile.cache / "models" / FOLDER_OF_SYSTEM[system], folder)
+    return folder, curves
+
+
+def _link(name: Path, folder: Path) -> None:
+    """A relative link, replaced in one step."""
+    fresh = name.with_name(f"partial-{name.name}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.name, target_is_directory=True)
+    os.replace(fresh, name)
+
+
+# --- notebook 08 -------------------------------------------------------------------------------------------------
+
+
+def benchmark(profile: Profile, split: str) -> cliniq.Benchmark:
+    """The benchmark's split, cut to the profile's number of patients."""
+    loaded = cliniq.load_benchmark(profile.benchmark, split)
+    return cliniq.subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
+
+
+def dense(encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool = False) -> np.ndarray:
+    """The encoder's score matrix, float32 [queries, chunks], cosine similarities."""
+    queries = encoders.encode(encoder, list(bench.queries.values()), progress=progress)
+    return retrieval.dense_scores(queries, encoders.encode(encoder, list(bench.corpus.values()), progress=progress))

@@ -1,0 +1,124 @@
+"""Figures for the notebooks and the paper: one style, vector PDF and PNG, the same bytes on every run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FIGURES = Path(__file__).resolve().parent.parent / "figures"
+# Okabe and Ito's colours, told apart with any colour vision; yellow comes last, being faint on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
+
+
+def set_style() -> None:
+    """Set matplotlib's defaults: Okabe-Ito colours, embedded TrueType fonts (text stays text in PDF), light grid."""
+    plt.rcParams.update({
+        "axes.prop_cycle": plt.cycler(color=PALETTE),
+        "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+        "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 9, "legend.fontsize": 7,
+        "xtick.labelsize": 7, "ytick.labelsize": 7,
+        "pdf.fonttype": 42, "svg.hashsalt": "drehr",
+        "figure.constrained_layout.use": True, "figure.dpi": 110, "savefig.dpi": 300,
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5,
+        "lines.linewidth": 1.2, "legend.frameon": False,
+    })
+
+
+def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
+    """Write `<name>.pdf` (vector) and `<name>.png` (300 dpi) in `folder`, without time stamps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fig.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
+    fig.savefig(folder / f"{name}.png", dpi=300, metadata={"Software": None})
+
+
+def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5) -> Figure:
+    """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
+
+    `long` has evaluation.RESULT_COLUMNS with one row a system and panel: filter the metric and setting first (the
+    axis is named after them). Raises ValueError where two rows share a place.
+    """
+    metrics = " / ".join(dict.fromkeys(long["metric"]))
+    if long.duplicated(["system", by]).any():
+        raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
+    systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
+    across = min(columns, len(panels))
+    down = math.ceil(len(panels) / across)
+    width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
+    fig, axes = plt.subplots(down, across, figsize=(width, down * (0.75 + 0.22 * len(systems))), sharey=True,
+                             sharex=True, squeeze=False)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        part = long[long[by] == panel].set_index("system").reindex(systems)
+        for y, (_, row) in enumerate(part.iterrows()):
+            colour = PALETTE[y % len(PALETTE)]
+            ax.plot([row["low"], row["high"]], [y, y], color=colour)
+            ax.plot(row["ours"], y, "o", color=colour, markersize=4)
+            ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
+        ax.set_title(str(panel))
+        ax.set_yticks(range(len(systems)), systems)
+        ax.set_ylim(len(systems) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
+    for ax in axes.flat[len(panels):]:
+        ax.set_visible(False)
+    fig.supxlabel(f"{metrics} (0-100)" if "metric" != by else "Score (0-100)", fontsize=8)
+    shown = [plt.Line2D([], [], color="#333333", marker="o", markersize=4, label="ours, 95% interval")]
+    if long["paper"].notna().any():
+        shown.append(plt.Line2D([], [], linestyle="", marker="D", markerfacecolor="white", markeredgecolor="#666666",
+                                markersize=4, label="paper"))
+    fig.legend(handles=shown, loc="outside upper right", ncols=2)
+    return fig
+
+
+def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> Figure:
+    """Loss against the step for each name of `histories`: frames with `step` and `loss` (training.train_stage's curve).
+
+    `smooth` > 1 draws a running mean of that many logged values over the faint raw curve. A `learning_rate` column
+    goes to a second panel.
+    """
+    rates = any("learning_rate" in history for history in histories.values())
+    fig, axes = plt.subplots(1 + rates, 1, figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates), sharex=True, squeeze=False,
+                             height_ratios=[3, 1] if rates else [1])
+    loss_axis: Axes = axes[0, 0]
+    for i, (name, history) in enumerate(histories.items()):
+        colour = PALETTE[i % len(PALETTE)]
+        if smooth > 1:
+            loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
+        running = history["loss"].rolling(smooth, min_periods=1, center=True).mean()
+        loss_axis.plot(history["step"], running, color=colour, label=name)
+        if "learning_rate" in history:
+            axes[1, 0].plot(history["step"], history["learning_rate"], color=colour)
+    loss_axis.set_ylabel("Loss")
+    loss_axis.legend()
+    if rates:
+        axes[1, 0].set_ylabel("Learning rate")
+        axes[1, 0].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes[-1, 0].set_xlabel("Step")
+    return fig
+
+
+def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: bool = False) -> Figure:
+    """Stacked bars: one bar an index entry, one colour a column, the totals above; `share` draws parts of 100%."""
+    values = 100 * counts.div(counts.sum(axis=1), axis=0) if share else counts
+    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.4))
+    bottom = pd.Series(0.0, index=counts.index)
+    positions = range(len(counts))
+    for i, column in enumerate(counts):
+        ax.bar(positions, values[column], bottom=bottom, width=0.7, color=PALETTE[i % len(PALETTE)], label=str(column),
+               edgecolor="white", linewidth=0.4)
+        bottom += values[column]
+    for x, (top, total) in enumerate(zip(bottom, counts.sum(axis=1), strict=True)):
+        ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)
+    ax.set_xticks(positions, [str(label) for label in counts.index])
+    ax.set_ylabel(ylabel)
+    ax.set_xlabel(xlabel)
+    ax.grid(axis="x", visible=False)
+    if len(counts.columns) > 1:
+        fig.legend(loc="outside right center", reverse=True)
+    return fig

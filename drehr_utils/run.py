@@ -1,0 +1,350 @@
+"""Runs notebooks/NN_*.ipynb in order: `python -m drehr_utils.run --help`.
+
+A notebook that ran is cleaned of everything that differs between two runs of the same code (times, paths, progress
+bars), so that a committed notebook changes only when its results do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROFILES = ("open", "smoke", "mimic")
+
+# "%|" alone is not enough: a bar without a known total has only a count and a rate.
+_BAR = re.compile(r"\d%\||\[\d+:\d\d(:\d\d)?(<|, )|it/s\]|s/it\]")
+_CURSOR = re.compile(r"\x1b\[\d*[A-HJK]")
+_CELL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
+_INJECTED = "injected-parameters"
+_ERROR_MARKER = "papermill-error-cell-tag"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of one run, all absolute."""
+
+    root: Path
+    profile: str
+
+    @property
+    def notebooks(self) -> Path:
+        return self.root / "notebooks"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "data" / "cache" / self.profile
+
+    def result(self, notebook: Path) -> Path:
+        """Where an executed notebook goes: in place under `open`, whose results are committed, else to the cache."""
+        return notebook if self.profile == "open" else self.cache / "notebooks" / notebook.name
+
+    def show(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where and why a notebook stopped; `cell` counts from 1 over all of the notebook's own cells, 0 for none."""
+
+    cell: int
+    line: str
+    kind: str
+    message: str
+
+
+def collapse(text: str) -> str:
+    """Returns what a terminal would show of `text`: what follows a carriage return overwrites the line's start."""
+    lines = []
+    for line in _CURSOR.sub("", text).split("\n"):
+        if "\r" in line:
+            shown = ""
+            for part in line.split("\r"):
+                shown = part + shown[len(part) :]
+            line = shown.rstrip()
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def path_shortener(root: Path) -> Callable[[str], str]:
+    """Returns a function that replaces in a text the project's root by ".", the home by "~", this Python's own folder
+    by "(env)", and the name that a kernel gives to a cell's code, which holds its process id, by "(cell)"."""
+    names = {str(root): ".", str(root.resolve()): "."}
+    for path, name in ((Path.home(), "~"), (Path(sys.prefix), "(env)")):
+        if path != Path(path.anchor) and str(path) not in ("/usr", "/usr/local"):
+            names.setdefault(str(path), name)
+    longest_first = "|".join(re.escape(path) for path in sorted(names, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w.-])(?:{longest_first})(?![\w-])")
+    return lambda text: pattern.sub(lambda match: names[match[0]], _CELL_FILE.sub("(cell)", text))
+
+
+def _clean_outputs(outputs: list[Any], shorten: Callable[[str], str]) -> list[Any]:
+    from nbformat.v4 import new_output
+
+    cleaned: list[Any] = []
+    # What one cell prints to stdout and stderr between two displays arrives in an order that depends on timing.
+    printed = {"stdout": "", "stderr": ""}
+    for output in [*outputs, None]:
+        if output is not None and output.output_type == "stream":
+            printed[output.name] += output.text
+            continue
+        for name, text in printed.items():
+            text = shorten(collapse(text))
+            if name == "stderr":
+                text = "\n".join(line for line in text.split("\n") if not _BAR.search(line))
+                text = text if text.strip() else ""
+            if text:
+                cleaned.append(new_output("stream", name=name, text=text))
+        printed = dict.fromkeys(printed, "")
+        if output is not None:
+            for kind, value in output.get("data", {}).items():
+                if isinstance(value, str) and (kind.startswith("text/") or kind == "image/svg+xml"):
+                    output.data[kind] = shorten(value)
+            cleaned.append(output)
+    return cleaned
+
+
+def clean_notebook(nb: Any, root: Path, *, keep_injected: bool = False) -> None:
+    """Strips from an executed notebook, in place, what differs between two runs of the same code.
+
+    `nb` is an nbformat v4 node; `root` is replaced in its outputs by "."; `keep_injected` keeps the cell that holds the
+    run's parameters (else the cells are counted as if it had not been there, and the notebook reads as it was written).
+    """
+    shorten = path_shortener(root)
+    for key in ("papermill", "widgets"):
+        nb.metadata.pop(key, None)
+    nb.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    nb.metadata["language_info"] = {"name": "python"}
+    dropped = {_ERROR_MARKER} if keep_injected else {_ERROR_MARKER, _INJECTED}
+    nb.cells = [cell for cell in nb.cells if not dropped & set(cell.metadata.get("tags", []))]
+    count = 0
+    for cell in nb.cells:
+        for key in ("papermill", "execution", "ExecuteTime"):
+            cell.metadata.pop(key, None)
+        if not cell.metadata.get("tags", True):
+            del cell.metadata["tags"]  # papermill gives every cell an empty list
+        if cell.cell_type != "code":
+            continue
+        if cell.execution_count is not None:
+            count += 1
+            cell.execution_count = count
+        cell.outputs = _clean_outputs(cell.outputs, shorten)
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = cell.execution_count
+
+
+def _write(nb: Any, path: Path) -> None:
+    """Writes `nb` whole or not at all."""
+    import nbformat
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    nbformat.write(nb, temporary)
+    os.replace(temporary, path)
+
+
+@contextmanager
+def _kernel(place: Place) -> Iterator[None]:
+    """Makes the kernel `python3` this interpreter with the run's environment, whatever is installed under that name."""
+    from ipykernel.kernelspec import write_kernel_spec
+
+    package_parent = str(Path(__file__).resolve().parents[1])
+    before = os.environ.get("JUPYTER_PATH")
+    with tempfile.TemporaryDirectory(prefix="drehr_kernel_") as folder:
+        env = {
+            "DREHR_PROFILE": place.profile,
+            "DREHR_ROOT": str(place.root),
+            # The notebooks must use the package that lies beside them, installed or not.
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
+            "PYTHONHASHSEED": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            # A reader's own IPython start-up files would otherwise run first.
+            "IPYTHONDIR": str(Path(folder, "ipython")),
+            # tqdm asks for ipywidgets; plain text bars are what is wanted here.
+            "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
+        }
+        if place.profile != "mimic":
+            env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        write_kernel_spec(Path(folder, "kernels", "python3"), overrides={"env": env})
+        # jupyter_client searches JUPYTER_PATH before the user's and the system's kernels.
+        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [folder, before]))
+        try:
+            yield
+        finally:
+            os.environ.pop("JUPYTER_PATH")
+            if before is not None:
+                os.environ["JUPYTER_PATH"] = before
+
+
+def _failure(executed: Path, error: Exception) -> Failure:
+    """Finds in the half-executed notebook where `error` struck; a kernel that died leaves no error in any cell."""
+    import nbformat
+
+    kind, message = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
+    cells: list[Any] = []
+    if executed.exists():
+        own = nbformat.read(executed, as_version=4).cells
+        cells = [cell for cell in own if not {_INJECTED, _ERROR_MARKER} & set(cell.metadata.get("tags", []))]
+    started = [i for i, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
+    if not started:
+        return Failure(0, "", kind, message)
+    failed = started[-1]  # papermill starts no cell after one that fails
+    return Failure(failed + 1, cells[failed].source.strip().split("\n")[0], kind, message)
+
+
+def execute(place: Place, notebook: Path, *, progress_bar: bool) -> Failure | None:
+    """Runs one notebook and puts the cleaned result where `Place.result` says; the notebook stays as it was when a cell
+    fails (the half-executed copy then lies in the cache's folder `failed`) or when it was edited meanwhile."""
+    import nbformat
+    import papermill
+    from jupyter_client import AsyncKernelManager
+
+    running, failed = place.cache / "running" / notebook.name, place.cache / "failed" / notebook.name
+    for stale in (running, failed):
+        stale.parent.mkdir(parents=True, exist_ok=True)
+        stale.unlink(missing_ok=True)
+    source = notebook.read_bytes()
+    with open(place.cache / "kernel.log", "wb") as log:
+
+        class LoggedKernel(AsyncKernelManager):
+            """Keeps patient text off the terminal, where compiled libraries print, and off open local sockets."""
+
+            async def start_kernel(self, **kwargs: Any) -> None:
+                self.transport_encryption = "auto"
+                await super().start_kernel(**kwargs, stdout=log, stderr=log)
+
+        try:
+            papermill.execute_notebook(
+                notebook,
+                running,
+                parameters={"profile": place.profile},
+                kernel_name="python3",
+                language="python",
+                cwd=place.notebooks,
+                progress_bar=progress_bar,
+                start_timeout=300,
+                kernel_manager_class=LoggedKernel,
+            )
+        except Exception as error:  # a cell's error, a dead kernel or a broken notebook: each ends the run
+            failure = _failure(running, error)
+            if running.exists():
+                os.replace(running, failed)
+            return failure
+        except KeyboardInterrupt:
+            running.unlink(missing_ok=True)
+            raise
+    nb = nbformat.read(running, as_version=4)
+    # Results outside the repository keep their parameters: nothing else in them says which profile they are from.
+    clean_notebook(nb, place.root, keep_injected=place.profile != "open")
+    target = place.result(notebook)
+    if target == notebook and notebook.read_bytes() != source:
+        target = place.cache / "notebooks" / notebook.name
+        print(f"(edited while it ran, so left alone; the result: {place.show(target)})", end=" ", flush=True)
+    _write(nb, target)
+    running.unlink()
+    return None
+
+
+def _report(place: Place, notebook: Path, failure: Failure) -> str:
+    copy = place.cache / "failed" / notebook.name
+    where = f"{place.show(notebook)}, cell {failure.cell}" if failure.cell else place.show(notebook)
+    line = f"\n  {failure.line}" if failure.line else ""
+    full = f"\nThe notebook up to there: {place.show(copy)}" if copy.exists() else ""
+    log = place.cache / "kernel.log"
+    if log.exists() and log.stat().st_size:
+        full += f"\nWhat its kernel printed: {place.show(log)}"
+    if place.profile == "mimic":  # a message may quote the data
+        return f"{where} failed with {failure.kind}:{line}\nThe message is not shown: it may hold patient text.{full}"
+    message = path_shortener(place.root)(failure.message).strip()
+    return f"{where} failed:{line}\n{failure.kind}: {message}{full}"
+
+
+def _delete_cache(place: Place) -> None:
+    """Empties the profile's cache but for `llm`: answers of a language model may have been paid for."""
+    for path in place.cache.glob("*"):
+        if path.is_dir() and not path.is_symlink() and path.name != "llm":
+            shutil.rmtree(path)
+        elif path.name != "llm":
+            path.unlink()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m drehr_utils.run",
+        description="Runs the notebooks in order. Under the profile open they are executed in place; under the others "
+        "the executed copies go to data/cache/<profile>/notebooks/. A notebook that fails stays as it was, and its "
+        "half-executed copy goes to data/cache/<profile>/failed/.",
+    )
+    parser.add_argument("--profile", choices=PROFILES, default="open", help="data, models and sizes (default: open)")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--from", dest="start", metavar="NN", help="start at this notebook, for example 05")
+    some.add_argument("--only", metavar="NN[,NN...]", help="run these notebooks only, for example 08 or 08,09")
+    fresh = "first delete data/cache/<profile>, except a language model's answers in its folder llm, always kept"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
+    parser.add_argument("--yes", action="store_true", help="confirm --fresh under the profile mimic")
+    return parser
+
+
+def _choose(parser: argparse.ArgumentParser, place: Place, start: str | None, only: str | None) -> list[Path]:
+    """Returns the notebooks to run, in order; ends the program with code 2 when one asked for does not exist."""
+    notebooks = sorted(place.notebooks.glob("[0-9][0-9]_*.ipynb"))
+    if not notebooks:
+        parser.error("there are no notebooks NN_*.ipynb in notebooks/")
+    given = [start] if start is not None else (only or "").split(",")
+    asked = [number.strip().zfill(2) for number in given if number.strip()]
+    if not asked and (start, only) != (None, None):
+        parser.error("--from and --only need a notebook's number")
+    if missing := set(asked) - {path.name[:2] for path in notebooks}:
+        names = "\n  ".join(path.stem for path in notebooks)
+        parser.error(f"no notebook {', '.join(sorted(missing))}; there are:\n  {names}")
+    if start is not None:
+        return [path for path in notebooks if path.name[:2] >= asked[0]]
+    return [path for path in notebooks if not asked or path.name[:2] in asked]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the notebooks that `argv` asks for; returns 0, or 1 when a notebook failed (bad arguments end with 2)."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    root = Path(os.environ.get("DREHR_ROOT") or Path(__file__).parents[1]).absolute()
+    place = Place(root, args.profile)
+    notebooks = _choose(parser, place, args.start, args.only)
+    if args.fresh:
+        if args.profile == "mimic" and not args.yes:
+            parser.error("--fresh deletes days of work under mimic (all but data/cache/mimic/llm): confirm with --yes")
+        _delete_cache(place)
+    terminal = sys.stdout.isatty()
+    began = time.monotonic()
+    with _kernel(place):
+        for number, notebook in enumerate(notebooks, start=1):
+            label = f"[{number}/{len(notebooks)}] {notebook.stem} ..."
+            # On a terminal papermill's bar, one step a cell, would land on an unfinished line.
+            print(label, end="\n" if terminal else " ", flush=True)
+            notebook_began = time.monotonic()
+            failure = execute(place, notebook, progress_bar=terminal)
+            took = f"{time.monotonic() - notebook_began:.1f} s"
+            if failure:
+                print(f"{label} failed after {took}" if terminal else f"failed after {took}", flush=True)
+                print(_report(place, notebook, failure), file=sys.stderr)
+                return 1
+            print(f"{label} {took}" if terminal else took, flush=True)
+    print(f"total {time.monotonic() - began:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)

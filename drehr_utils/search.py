@@ -1,0 +1,90 @@
+"""The search for the improved recipe, on dev: candidates, and the committed record of their scores.
+
+    python -m drehr_utils.search            # trains and scores the candidates that the record lacks (minutes each)
+    python -m drehr_utils.search --remake   # all of them again
+
+The record, data/dev_search.csv, is what notebook 05 shows. The test split is never read here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from drehr_utils import artifacts, cliniq, encoders, evaluation, pipeline
+from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.training import Recipe, StageConfig
+
+RECORD = ROOT / "data/dev_search.csv"
+KEYS = ["candidate", "own_share", "recipe"]
+
+_BOTH = StageConfig(positives_per_chunk=16, batch_size=32, epochs=1, both_ways=True, mask_false_negatives=True)
+_KNOWLEDGE = ("string match", "abbreviation", "synonym", "hypernym")
+_STAGE1 = replace(_BOTH, positives_per_chunk=32, sources=_KNOWLEDGE, learning_rate=3e-4)
+
+
+def candidates(profile: Profile) -> dict[str, Recipe]:
+    """Name -> recipe. Each differs from an earlier one by what its name adds."""
+    return {
+        "stage II as published": Recipe(stage2=replace(_BOTH, both_ways=False, mask_false_negatives=False)),
+        "+ masking": Recipe(stage2=replace(_BOTH, both_ways=False)),
+        "+ masking, both ways": Recipe(stage2=_BOTH),
+        "+ 8 chunks of a note in a batch": Recipe(stage2=replace(_BOTH, chunks_per_note=8)),
+        "+ learning rate 3e-4": Recipe(stage2=replace(_BOTH, learning_rate=3e-4)),
+        "published": profile.published,
+        "improved": profile.improved,
+    }
+
+
+def dev_scores(profile: Profile, folder: Path, own_share: float) -> dict[str, float]:
+    """Metrics on dev: six of Table 4, MAP of each match type, and the share of the most frequent top-1 chunk in %."""
+    encoder = encoders.load_encoder(folder)
+    if own_share < 1:
+        encoders.average_weights(encoder, pipeline.starting_encoder(profile), own_share)
+    bench = pipeline.benchmark(profile, "dev")
+    scores = pipeline.dense(encoder, bench)
+    row = {f"single {k}": v for k, v in evaluation.means(evaluation.single_patient(bench, scores)).items()}
+    row |= {f"multi {k}": v for k, v in evaluation.means(evaluation.multi_patient(bench, scores)).items()}
+    for match_type in cliniq.MATCH_TYPES:
+        row[match_type] = evaluation.means(evaluation.single_patient(bench, scores, match_type))["MAP"]
+    row["top-1 hub"] = 100 * evaluation.hubness(scores).top1_share
+    return {name: round(float(value), 2) for name, value in row.items() if "Average" not in name}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--remake", action="store_true", help="forget the record and score every candidate again")
+    parser.add_argument("--only", help="the candidate of this name")
+    parser.add_argument("--shares", default="1,0.6", help="shares of the trained weights in the average (default 1,0.6)")
+    parser.add_argument("--profile", default="open")
+    options = parser.parse_args(arguments)
+    profile = load_profile(options.profile)
+    record = pd.read_csv(RECORD) if RECORD.exists() and not options.remake else pd.DataFrame(columns=KEYS)
+    for name, recipe in candidates(profile).items():
+        if options.only and name != options.only:
+            continue
+        for share in map(float, options.shares.split(",")):
+            plain = replace(recipe, own_share=1.0)
+            key = artifacts.digest(plain)
+            known = (record["candidate"] == name) & (record["own_share"] == share)
+            if (known & (record["recipe"] == key)).any():
+                continue
+            start = time.time()
+            folder, _ = pipeline.train_recipe(profile, plain)
+            minutes = (time.time() - start) / 60
+            row = {"candidate": name, "own_share": share, "recipe": key, **dev_scores(profile, folder, share)}
+            row |= {"minutes": round(minutes, 1), "date": datetime.date.today().isoformat(),
+                    "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
+            record = pd.concat([record[~known], pd.DataFrame([row])], ignore_index=True)
+            record.to_csv(RECORD, index=False)
+            print({k: v for k, v in row.items() if k != "machine"}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

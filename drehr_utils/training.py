@@ -1,0 +1,260 @@
+"""Contrastive training of an encoder on chunks and their positive entities (DR.EHR §3.3, §4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from drehr_utils import losses
+from drehr_utils.corpus import Chunk, DataError
+from drehr_utils.encoders import CHUNK_TOKENS, ENTITY_TOKENS, embed_buckets, has_fast_bf16, token_buckets
+from drehr_utils.positives import PositiveSets
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage's hyper-parameters. The defaults are the paper's (§4.2, Table 3, DR.EHR-small, stage II)."""
+
+    positives_per_chunk: int = 16
+    sources: tuple[str, ...] | None = None  # of the positive sets (Table 1's or 2's rows); None: all of them
+    batch_size: int = 32
+    epochs: float = 1.0
+    max_steps: int | None = None  # cuts the epochs short; None: all of them
+    learning_rate: float = 1e-4
+    warmup_ratio: float = 0.1
+    mask_false_negatives: bool = False  # a term that is positive for a chunk is never its negative
+    both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
+    chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
+    alpha: float = losses.ALPHA
+    beta: float = losses.BETA
+    lam: float = losses.LAMBDA
+    epsilon: float = losses.EPSILON
+    dropout: float | None = 0.0  # None: as the model was trained (0.1 for BERT); on a CPU 0 saves a third of a step
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Two stages in turn; None leaves one out (DR.EHR §3, Table 3)."""
+
+    stage1: StageConfig | None = None
+    stage2: StageConfig | None = None
+    own_share: float = 1.0  # of the trained weights in their average with the starting ones; 1: no averaging
+
+
+@dataclass
+class TrainingSet:
+    """Chunks and, for each, its positive terms. Chunks without any are left out, and counted."""
+
+    ids: list[str]
+    texts: list[str]
+    positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
+    without_positives: int = 0
+
+    @classmethod
+    def build(cls, chunks: Sequence[Chunk], sets: PositiveSets, sources: Sequence[str] | None = None) -> TrainingSet:
+        """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
+
+        Raises DataError when the two don't belong together, or when no chunk has a positive."""
+        if [chunk.id for chunk in chunks] != sets.ids:
+            raise DataError("training set: the positive sets belong to other chunks; delete data/cache or run --fresh")
+        wanted = np.isin(sets.source, [sets.sources.index(name) for name in sources or sets.sources])
+        kept = np.unique(np.repeat(np.arange(len(sets)), np.diff(sets.offsets))[wanted])
+        if not len(kept):
+            raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
+        return cls(
+            [chunks[i].id for i in kept],
+            [chunks[i].text for i in kept],
+            lambda k: sets.of(kept[k], sources),
+            len(chunks) - len(kept),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
+    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2)."""
+    if len(terms) >= n:
+        return [terms[i] for i in rng.choice(len(terms), n, replace=False)]
+    repeats = [terms[i] for i in rng.choice(len(terms), n - len(terms), replace=True)]
+    return list(terms) + repeats
+
+
+def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tuple[int, int]]]:
+    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed.
+
+    Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
+    epoch. A last batch that is not full is dropped."""
+    steps_an_epoch = max(1, len(note_ids) // config.batch_size)
+    steps = max(1, round(steps_an_epoch * config.epochs))
+    steps = min(steps, config.max_steps) if config.max_steps else steps
+    by_note: dict[str, list[int]] = {}
+    for i, note_id in enumerate(note_ids):
+        by_note.setdefault(note_id, []).append(i)
+    schedule: list[list[tuple[int, int]]] = []
+    epoch = 0
+    while len(schedule) < steps:
+        rng = np.random.default_rng([config.seed, epoch])
+        groups = []
+        for members in by_note.values():
+            members = rng.permutation(members).tolist()
+            groups += [members[i : i + config.chunks_per_note] for i in range(0, len(members), config.chunks_per_note)]
+        order = [i for g in rng.permutation(len(groups)) for i in groups[g]]
+        size = min(config.batch_size, len(order))
+        for start in range(0, len(order) - size + 1, size):
+            schedule.append([(epoch, i) for i in order[start : start + size]])
+        epoch += 1
+    return schedule[:steps]
+
+
+class PositivePairs(Dataset):
+    """(epoch, chunk index) -> chunk, its drawn positives, all its positives. The draw is fixed by seed, epoch, chunk."""
+
+    def __init__(self, data: TrainingSet, config: StageConfig):
+        self.data, self.config = data, config
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[str, list[str], list[str]]:
+        epoch, i = key
+        rng = np.random.default_rng([self.config.seed, 1 + epoch, i])
+        terms = self.data.positives(i)
+        return self.data.texts[i], draw_positives(terms, self.config.positives_per_chunk, rng), terms
+
+
+@dataclass
+class Collator:
+    """Tokenises a batch; an entity that repeats in it is tokenised, and later encoded, once."""
+
+    encoder: SentenceTransformer
+    chunk_buckets: int = 2
+    entity_buckets: int = 4
+
+    def __call__(self, rows: list[tuple[str, list[str], list[str]]]) -> dict:
+        terms = list(dict.fromkeys(term for _, drawn, _ in rows for term in drawn))
+        at = {term: u for u, term in enumerate(terms)}
+        known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
+        for b, (_, _, all_positives) in enumerate(rows):
+            known[b, [at[term] for term in all_positives if term in at]] = True
+        return {
+            "chunks": token_buckets(self.encoder, [text for text, _, _ in rows], CHUNK_TOKENS, self.chunk_buckets),
+            "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
+            "columns": torch.tensor([[at[term] for term in drawn] for _, drawn, _ in rows]),  # [chunks, positives]
+            "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
+        }
+
+
+def contrastive_loss(S: Tensor, columns: Tensor, known: Tensor, config: StageConfig) -> Tensor:
+    """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities].
+
+    Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
+    are its positives, the others' its negatives (in-batch negatives, §3.3). `mask_false_negatives` leaves out the
+    others' draws that are known positives of the chunk. `both_ways` adds the same loss with each entity as anchor over
+    the batch's chunks."""
+    hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
+    n_chunks, n_drawn = columns.shape
+    flat = columns.reshape(-1)
+    own = torch.eye(n_chunks, dtype=torch.bool, device=S.device).repeat_interleave(n_drawn, dim=1)
+    negatives = ~own
+    if config.mask_false_negatives:
+        negatives = negatives & ~known[:, flat]
+    loss = losses.multi_similarity_loss(S[:, flat], own, negatives, **hyper)
+    if config.both_ways:
+        drawn = torch.zeros_like(known).scatter_(1, columns, True)
+        positives = known if config.mask_false_negatives else drawn
+        loss = (loss + losses.multi_similarity_loss(S.T, positives.T, ~positives.T, **hyper)) / 2
+    return loss
+
+
+class ContrastiveTrainer(Trainer):
+    """transformers' Trainer over a fixed schedule of batches."""
+
+    def __init__(self, *args, config: StageConfig, schedule: list[list[tuple[int, int]]], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.config, self.schedule = config, schedule
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        chunks = embed_buckets(model, inputs["chunks"])
+        entities = embed_buckets(model, inputs["entities"])
+        with torch.autocast(chunks.device.type, enabled=False):  # similarities and the loss in float32
+            loss = contrastive_loss(chunks @ entities.T, inputs["columns"], inputs["known"], self.config)
+        return (loss, {}) if return_outputs else loss
+
+
+def prepare_for_training(encoder: SentenceTransformer, config: StageConfig) -> None:
+    """Sets the dropout, and on a CPU plain attention: its fused kernel's backward pass is slower there."""
+    if config.dropout is not None:
+        for module in encoder.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = config.dropout
+    if encoder.device.type == "cpu":
+        encoder[0].auto_model.set_attn_implementation("eager")
+
+
+def train_stage(
+    encoder: SentenceTransformer,
+    data: TrainingSet,
+    config: StageConfig,
+    output: Path,
+    *,
+    save_steps: int = 50,
+    callbacks: Sequence[TrainerCallback] = (),
+    progress: bool = True,
+    use_cpu: bool | None = None,
+) -> pd.DataFrame:
+    """Trains `encoder` in place with AdamW, warm-up and linear decay (§4.2); returns the loss curve (step, loss, lr).
+
+    `output` holds checkpoints: a run that was cut off goes on from the last one when called again with the same data
+    and configuration."""
+    prepare_for_training(encoder, config)
+    note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
+    schedule = batch_schedule(note_ids, config)
+    use_cpu = not torch.cuda.is_available() if use_cpu is None else use_cpu
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=len(schedule),
+        per_device_train_batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(config.warmup_ratio * len(schedule)),
+        optim="adamw_torch",
+        bf16=has_fast_bf16(),
+        use_cpu=use_cpu,
+        seed=config.seed,
+        data_seed=config.seed,
+        logging_steps=1,
+        save_steps=save_steps,
+        save_total_limit=1,
+        save_strategy="steps" if save_steps else "no",
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=not progress,
+        dataloader_pin_memory=False,
+    )
+    trainer = ContrastiveTrainer(
+        model=encoder,
+        args=arguments,
+        train_dataset=PositivePairs(data, config),
+        data_collator=Collator(encoder),
+        callbacks=list(callbacks),
+        config=config,
+        schedule=schedule,
+    )
+    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+    log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
+    return log[["step", "loss", "learning_rate"]].reset_index(drop=True)

@@ -1,0 +1,336 @@
+"""The runner on tiny projects, with real kernels; run_all.sh as far as it goes without making an environment."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+import drehr_utils
+from drehr_utils import run
+
+ROOT = Path(__file__).parents[1]
+PARAMETERS = 'profile = "open"'
+
+
+def write_notebook(root: Path, name: str, *sources: str) -> Path:
+    cells = [new_markdown_cell(f"# {name}"), new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
+    cells += [new_code_cell(source) for source in sources]
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
+    path = root / "notebooks" / f"{name}.ipynb"
+    path.parent.mkdir(exist_ok=True)
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+def outputs(path: Path) -> str:
+    nb = nbformat.read(path, as_version=4)
+    return json.dumps([cell.outputs for cell in nb.cells if cell.cell_type == "code"])
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    root = tmp_path / "project"
+    root.mkdir()
+    monkeypatch.setenv("DREHR_ROOT", str(root))
+    # The notebooks' own backend, as for a reader; conftest's would leave no figures.
+    monkeypatch.delenv("MPLBACKEND")
+    return root
+
+
+def log_cell(root: Path, name: str) -> str:
+    return f"open({str(root / 'order')!r}, 'a').write({name!r} + ' ' + profile + '\\n')"
+
+
+def test_runs_in_order_from_and_only(project, capsys):
+    for name in ("02_last", "00_first", "01_middle"):
+        write_notebook(project, name, log_cell(project, name))
+    (project / "notebooks" / "draft.ipynb").write_text("not a notebook of the series")
+    assert run.main(["--profile", "smoke", "--from", "1"]) == 0
+    assert run.main(["--profile", "smoke", "--only", "02,00"]) == 0
+    order = (project / "order").read_text().splitlines()
+    assert order == ["01_middle smoke", "02_last smoke", "00_first smoke", "02_last smoke"]
+    out = capsys.readouterr().out
+    assert re.search(r"^\[1/2\] 01_middle \.\.\. \d+\.\d s\n\[2/2\] 02_last \.\.\. \d+\.\d s\ntotal \d+\.\d s\n", out)
+    # Profiles other than open leave the notebooks alone; their copies say which profile made them.
+    assert '"outputs": []' in (project / "notebooks" / "01_middle.ipynb").read_text()
+    assert 'profile = \\"smoke\\"' in (project / "data/cache/smoke/notebooks/01_middle.ipynb").read_text()
+
+
+def test_second_run_in_place_gives_the_same_file(project, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(project / "jupyter"))
+    foreign = project / "jupyter" / "kernels" / "python3" / "kernel.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text(json.dumps({"argv": ["false"], "display_name": "another python3", "language": "python"}))
+    path = write_notebook(
+        project,
+        "00_a",
+        "import os, sys, time, warnings\nfrom tqdm.auto import tqdm\n"
+        "for _ in tqdm(range(3)):\n    time.sleep(0.05)\nprint('after the bar')",
+        "print(sys.executable == os.environ['EXPECTED'], os.getcwd(), os.environ['DREHR_PROFILE'])\n"
+        "print(os.environ['HF_HUB_OFFLINE'], os.environ['PYTHONHASHSEED'], hash('a') % 1000)\nwarnings.warn('careful')",
+        "import drehr_utils\ndrehr_utils.__version__",
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2]);",
+    )
+    monkeypatch.setenv("EXPECTED", sys.executable)
+    assert run.main([]) == 0
+    first = path.read_bytes()
+    assert run.main([]) == 0
+    assert path.read_bytes() == first
+
+    nb = nbformat.read(path, as_version=4)
+    nbformat.validate(nb)
+    assert [cell.id for cell in nb.cells] == [f"cell-{i}" for i in range(6)]  # no injected cell left
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [1, 2, 3, 4, 5]
+    assert nb.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    assert [cell.metadata for cell in code] == [{"tags": ["parameters"]}, {}, {}, {}, {}]
+    assert code[1].outputs == [new_output("stream", name="stdout", text="after the bar\n")]
+    stdout, stderr = code[2].outputs
+    assert stdout.text.startswith("True ./notebooks open\n1 0 ")
+    assert stderr.text.startswith("(cell):3: UserWarning: careful\n")
+    assert code[3].outputs[0].data["text/plain"] == repr(drehr_utils.__version__)
+    assert code[3].outputs[0].execution_count == 4
+    assert "image/png" in code[4].outputs[0].data
+    text = first.decode()
+    for absolute in (str(project), str(Path.home()), sys.prefix):
+        assert absolute not in text
+
+
+def test_a_failing_notebook_stays_as_it_was(project, capsys):
+    good = write_notebook(project, "00_good", "print('ran')")
+    bad = write_notebook(project, "01_bad", "x = 1", f"\nvalues = dict(a=x)\nvalues[{str(project / 'b')!r}]")
+    never = write_notebook(project, "02_never", "x = 1")
+    before = bad.read_bytes(), never.read_bytes()
+    assert run.main([]) == 1
+    assert (bad.read_bytes(), never.read_bytes()) == before
+    assert "ran" in outputs(good)
+    captured = capsys.readouterr()
+    assert re.search(r"\[1/3\] 00_good \.\.\. [\d.]+ s\n\[2/3\] 01_bad \.\.\. failed after [\d.]+ s\n$", captured.out)
+    assert captured.err.splitlines()[:3] == [
+        "notebooks/01_bad.ipynb, cell 4 failed:",
+        "  values = dict(a=x)",
+        "KeyError: './b'",
+    ]
+    assert "data/cache/open/failed/01_bad.ipynb" in captured.err
+    assert str(project) not in captured.err + captured.out
+    assert "KeyError" in outputs(project / "data/cache/open/failed/01_bad.ipynb")
+    # Once it is mended, the failed copy goes.
+    write_notebook(project, "01_bad", "x = 1")
+    assert run.main(["--only", "1"]) == 0
+    assert not (project / "data/cache/open/failed/01_bad.ipynb").exists()
+    assert sorted(path.name for path in bad.parent.iterdir()) == ["00_good.ipynb", "01_bad.ipynb", "02_never.ipynb"]
+
+
+def test_a_dying_kernel_and_an_edit_during_the_run(project, capsys):
+    dying = write_notebook(project, "00_dies", "import os", "os._exit(3)", "never = 1")
+    assert run.main([]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("notebooks/00_dies.ipynb, cell 4 failed:\n  os._exit(3)\nDeadKernelError: ")
+    # An author who saves the notebook while it runs must not lose the edit.
+    write_notebook(project, "00_dies", f"open({str(dying)!r}, 'a').write(' ')\nprint('done')")
+    assert run.main([]) == 0
+    assert outputs(dying) == "[[], []]"
+    assert "done" in outputs(project / "data/cache/open/notebooks/00_dies.ipynb")
+    assert "data/cache/open/notebooks/00_dies.ipynb" in capsys.readouterr().out
+
+
+def test_mimic_never_shows_patient_text(project, capfd):
+    secret = "Mr. Example has gout"
+    path = write_notebook(
+        project,
+        "00_notes",
+        f"import os\nsecret = ' '.join({secret.split()!r})\nprint(secret)\nos.system(f'echo {{secret}} >&2')",
+        "raise ValueError(secret)",
+    )
+    before = path.read_bytes()
+    assert run.main(["--profile", "mimic"]) == 1
+    captured = capfd.readouterr()
+    assert secret not in captured.out + captured.err
+    assert "notebooks/00_notes.ipynb, cell 4 failed with ValueError:" in captured.err
+    assert "data/cache/mimic/failed/00_notes.ipynb" in captured.err
+    assert secret in outputs(project / "data/cache/mimic/failed/00_notes.ipynb")
+    # Without encryption any local user may listen to a kernel; ipykernel says so when it starts.
+    assert "encryption" not in (project / "data/cache/mimic/kernel.log").read_text()
+    assert path.read_bytes() == before
+
+
+def test_fresh_keeps_the_language_models_answers(project, capsys):
+    write_notebook(project, "00_a", "x = 1")
+    for profile in ("open", "mimic"):
+        for name in ("llm/answers.jsonl", "chunks/a", "b"):
+            path = project / "data/cache" / profile / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x")
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--profile", "mimic", "--fresh"])
+    assert stop.value.code == 2 and "--yes" in capsys.readouterr().err
+    assert (project / "data/cache/mimic/b").exists()
+    assert run.main(["--fresh"]) == 0
+    left = {
+        path.relative_to(project / "data/cache/open").as_posix() for path in (project / "data/cache/open").rglob("*")
+    }
+    assert "llm/answers.jsonl" in left and not {"chunks", "b"} & left
+    assert (project / "data/cache/mimic/b").exists()
+
+
+def test_bad_arguments_say_what_exists(project, capsys):
+    def message(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            run.main(arguments)
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "no notebooks" in message()
+    write_notebook(project, "00_a", "x = 1")
+    write_notebook(project, "03_b", "x = 1")
+    for arguments in (("--only", "00,07"), ("--from", "7")):
+        assert "no notebook 07; there are:\n  00_a\n  03_b" in message(*arguments)
+    for profile in run.PROFILES:
+        assert profile in message("--profile", "none")
+    assert "number" in message("--only", ",") and "number" in message("--from", "")
+
+
+def test_collapse_is_what_a_terminal_shows():
+    assert run.collapse("a\rb\nc") == "b\nc"
+    assert run.collapse("abc\rX\n") == "Xbc\n"
+    assert run.collapse("one\r\ntwo\r\n") == "one\ntwo\n"
+    assert run.collapse("\r 0%|  |\r50%|# |\r        \rdone\n") == "done\n"
+    assert run.collapse("plain  \n\x1b[31mred\x1b[0m\n\x1b[A") == "plain  \n\x1b[31mred\x1b[0m\n"
+
+
+def test_progress_bars_go_and_messages_stay():
+    def stream(name: str, text: str):
+        return new_output("stream", name=name, text=text)
+
+    bars = [
+        stream("stderr", "\rnotes:   0%|          | 0/9 [00:00<?, ?note/s]"),
+        stream("stdout", "1\n"),
+        stream("stderr", "\rnotes: 100%|##########| 9/9 [00:01<00:00,  6.9note/s]\n\r3it [00:00, 21.55it/s]\n"),
+        stream("stdout", "2\n"),
+    ]
+    warning = stream("stderr", "a warning of 100% [sic]\n")
+    shown = new_output("display_data", data={"text/plain": "x"})
+    nb = new_notebook(cells=[new_code_cell("x", outputs=[*bars, warning, shown, stream("stdout", "3"), shown])])
+    run.clean_notebook(nb, Path("/project"))
+    assert nb.cells[0].outputs == [stream("stdout", "1\n2\n"), warning, shown, stream("stdout", "3"), shown]
+
+
+def test_paths_are_shortened_only_where_they_are_paths(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    shorten = run.path_shortener(Path("/home/ann/drehr"))
+    assert shorten("in /home/ann/drehr/data and /home/ann/drehr.") == "in ./data and .."
+    assert shorten("/home/ann/drehr2/x /mnt/home/ann/x /home/anna") == "~/drehr2/x /mnt/home/ann/x /home/anna"
+    assert shorten(f"{sys.prefix}/lib/a.py:3") == "(env)/lib/a.py:3"
+    monkeypatch.setenv("HOME", "/")
+    assert run.path_shortener(Path("/p"))("/usr/bin /p/a") == "/usr/bin ./a"
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs bash in a folder that is not the project's, with nothing on PATH but the system's own tools."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], **environment}
+    return subprocess.run(["bash", *arguments], capture_output=True, text=True, env=env, cwd="/", check=False)
+
+
+@pytest.fixture
+def bare(tmp_path) -> Path:
+    """A copy of the scripts, and a folder `bin` with the system's tools but neither Python nor conda."""
+    for name in ("run_all.sh", "requirements.lock", "pyproject.toml", "environment.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "uname"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    return tmp_path
+
+
+def test_run_all_without_python_says_what_it_needs(bare):
+    done = shell(str(bare / "run_all.sh"), PATH=str(bare / "bin"))
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer, found none." in done.stderr
+
+
+def test_run_all_makes_and_renews_a_conda_environment(bare):
+    # Conda cannot be had from a package index; this stands in for the five commands that run_all.sh gives it.
+    conda = bare / "bin" / "conda"
+    conda.write_text(f"""#!/bin/bash
+cd {bare}
+case "$1 $2 $3" in
+  "env list "*) if [[ -d env ]]; then echo "drehr    $PWD/env"; fi ;;
+  "env create "* | "env update "*)
+    echo "$*" >>calls
+    mkdir -p env/bin
+    [[ ! -e broken ]] || exit 1
+    cp python env/bin/python ;;
+  "run -n base") echo /bin/false ;;
+  "run -n drehr") [[ -e env/bin/python ]] && echo "$PWD/env/bin/python" ;;
+esac
+""")
+    conda.chmod(0o755)
+    (bare / "python").write_text("#!/bin/bash\necho ran $@\n")
+    (bare / "python").chmod(0o755)
+
+    def start() -> tuple[str, list[str]]:
+        done = shell(str(bare / "run_all.sh"), "--only", "00", PATH=str(bare / "bin"))
+        calls = (bare / "calls").read_text().splitlines()
+        (bare / "calls").write_text("")
+        return done.stdout.strip() or f"failed with {done.returncode}", calls
+
+    create, update = (f"env {verb} -n drehr -f environment.yml" for verb in ("create", "update"))
+    ran = "ran -m drehr_utils.run --only 00"
+    (bare / "broken").touch()
+    assert start() == ("failed with 1", [create])  # leaves half an environment
+    (bare / "broken").unlink()
+    assert start() == (ran, [update])
+    assert start() == (ran, [])
+    with open(bare / "requirements.lock", "a") as lock:
+        lock.write("# changed\n")
+    (bare / "broken").touch()
+    assert start() == ("failed with 1", [update])
+    (bare / "broken").unlink()
+    assert start() == (ran, [update])
+    assert start() == (ran, [])
+
+
+def test_run_all_help_needs_no_environment():
+    for script in ("run_all.sh", ".ci/run"):
+        assert os.access(ROOT / script, os.X_OK)
+        assert shell("-n", str(ROOT / script)).returncode == 0
+    done = shell(str(ROOT / "run_all.sh"), "--profile", "smoke", "--help")
+    assert done.returncode == 0 and not done.stderr
+    own = subprocess.run([sys.executable, "-m", "drehr_utils.run", "-h"], capture_output=True, text=True, cwd=ROOT)
+    options = set(re.findall(r"--[a-z]+", own.stdout))
+    assert options == {"--profile", "--from", "--only", "--fresh", "--yes", "--help"}
+    assert options <= set(re.findall(r"--[a-z]+", done.stdout))
+    assert all(profile in text for profile in run.PROFILES for text in (own.stdout, done.stdout))
+
+
+def test_run_all_uses_the_given_python(project):
+    write_notebook(project, "00_a", "x = 1")
+    given = {"DREHR_PYTHON": sys.executable, "DREHR_ROOT": str(project)}
+    assert shell(str(ROOT / "run_all.sh"), "--only", "5", **given).returncode == 2
+    done = shell(str(ROOT / "run_all.sh"), "test", "--version", **given)
+    assert done.returncode == 0 and done.stdout.startswith("pytest ")
+
+
+def test_the_lock_covers_the_direct_dependencies():
+    def name(requirement: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'[\w.-]+==[\w.]+( ; python_version == "3\.12")?', line) for line in lines)
+    direct = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    assert {name(requirement) for requirement in direct} <= {name(line) for line in lines}
+    assert not [line for line in lines if re.match(r"nvidia|triton|cuda", line)]
