@@ -1,4 +1,4 @@
-"""Artifacts under data/cache/<profile>/, named by a hash of what made them, so that a rerun redoes only what changed."""
+"""Artifacts under data/cache/<profile>/, named by a hash of what made them: a rerun redoes only what changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
-
-import pandas as pd
 
 T = TypeVar("T")
 
@@ -53,8 +51,3 @@ def cached(path: Path, make: Callable[[], T], save: Callable[[T, Path], None], l
         save(make(), partial)
         os.replace(partial, path)
     return load(path)
-
-
-def cached_frame(path: Path, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """`cached` for a table, as Parquet."""
-    return cached(path, make, lambda frame, p: frame.to_parquet(p, index=False), pd.read_parquet)

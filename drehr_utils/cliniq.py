@@ -177,8 +177,10 @@ def _read_patients(path: Path, note_chunks: dict[str, list[str]], queries: dict[
         if note_id not in note_chunks:
             raise DataError(f"{where}, row {row}, field note_id: no chunk of {note_id!r} in corpus.jsonl")
         if record["chunks"] != len(note_chunks[note_id]):
-            raise DataError(f"{where}, row {row}, field chunks: {record['chunks']!r}, but corpus.jsonl has "
-                            f"{len(note_chunks[note_id])} of {note_id!r}; cut the corpus again")
+            raise DataError(
+                f"{where}, row {row}, field chunks: {record['chunks']!r}, but corpus.jsonl has "
+                f"{len(note_chunks[note_id])} of {note_id!r}; cut the corpus again"
+            )
         if not isinstance(record["queries"], list):
             raise DataError(f"{where}, row {row}, field queries: not a list of query ids")
         for position, query_id in enumerate(record["queries"]):
@@ -216,8 +218,9 @@ def _read_qrels(
         if not judgment["score"].isdigit():
             raise DataError(f"{where}, row {row}, field score: {judgment['score']!r} is not a whole number from 0")
         if judgment["match_type"] not in MATCH_TYPES:
-            raise DataError(f"{where}, row {row}, field match_type: {judgment['match_type']!r} is none of "
-                            f"{', '.join(MATCH_TYPES)}")
+            raise DataError(
+                f"{where}, row {row}, field match_type: {judgment['match_type']!r} is none of {', '.join(MATCH_TYPES)}"
+            )
         if chunk_id in qrels.get(query_id, {}):
             raise DataError(f"{where}, row {row}, field corpus-id: {query_id!r} with {chunk_id!r} is there twice")
         if int(judgment["score"]) > 0:

@@ -58,7 +58,9 @@ class ReadReport:
         by_reason: dict[tuple[str, str], list[int]] = {}
         for row, column, reason in self.skipped:
             by_reason.setdefault((reason, column), []).append(row)
-        rows += [(self.file, f"skipped: {reason}", len(at), at[0], column) for (reason, column), at in by_reason.items()]
+        rows += [
+            (self.file, f"skipped: {reason}", len(at), at[0], column) for (reason, column), at in by_reason.items()
+        ]
         return pd.DataFrame(rows, columns=["file", "what", "rows", "first at row", "field"])
 
 
@@ -99,7 +101,7 @@ def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[st
             missing = [name for name in columns if name not in header]
             if missing:
                 raise DataError(
-                    f"{path.name}, row 1: column {', '.join(missing)} is missing; the header has {', '.join(header[:20])}"
+                    f"{path.name}, row 1: column {', '.join(missing)} is missing; the header: {', '.join(header[:20])}"
                 )
             at = {name: header.index(name) for name in columns}
             for row, values in enumerate(reader, start=2):

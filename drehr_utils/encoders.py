@@ -51,14 +51,15 @@ def load_encoder(
 
 def add_lora(encoder: SentenceTransformer, rank: int = 16, alpha: int = 32, dropout: float = 0.1) -> None:
     """Low-rank adapters on every linear layer; the rest is frozen (DR.EHR §4.2, DR.EHR-large)."""
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
-    encoder.add_adapter(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none")
-    )
+    adapters = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none")
+    encoder[0].model = get_peft_model(encoder[0].model, adapters)
 
 
-def encode(encoder: SentenceTransformer, texts: Sequence[str], batch_size: int = 64, progress: bool = False) -> np.ndarray:
+def encode(
+    encoder: SentenceTransformer, texts: Sequence[str], batch_size: int = 64, progress: bool = False
+) -> np.ndarray:
     """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once."""
     unique = list(dict.fromkeys(texts))
     encoder.eval()
@@ -69,7 +70,9 @@ def encode(encoder: SentenceTransformer, texts: Sequence[str], batch_size: int =
     return embeddings[[at[text] for text in texts]]
 
 
-def token_buckets(encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int) -> list[dict[str, Tensor]]:
+def token_buckets(
+    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int
+) -> list[dict[str, Tensor]]:
     """Tokenised texts in batches of similar length, so that little is padding.
 
     Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood."""
@@ -114,9 +117,8 @@ def save_encoder(encoder: SentenceTransformer, folder: Path) -> None:
     """Saves in sentence-transformers' layout with safetensors, adapters merged, so that any tool loads it."""
     import shutil
 
-    model = encoder[0].auto_model
-    if hasattr(model, "merge_and_unload"):
-        encoder[0].auto_model = model.merge_and_unload()
+    if hasattr(encoder[0].model, "merge_and_unload"):
+        encoder[0].model = encoder[0].model.merge_and_unload()
     if folder.exists():
         shutil.rmtree(folder)
     encoder.save(str(folder), create_model_card=False)

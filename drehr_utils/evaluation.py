@@ -92,8 +92,14 @@ def bootstrap_interval(
         return nan, nan
     counts = np.broadcast_to(counts.reshape(-1, *[1] * (sums.ndim - 1)), sums.shape)
     interval = scipy.stats.bootstrap(
-        (sums, counts), lambda s, c, axis: s.sum(axis=axis) / c.sum(axis=axis), n_resamples=n, paired=True, axis=0,
-        vectorized=True, method="percentile", rng=np.random.default_rng(seed),
+        (sums, counts),
+        lambda s, c, axis: s.sum(axis=axis) / c.sum(axis=axis),
+        n_resamples=n,
+        paired=True,
+        axis=0,
+        vectorized=True,
+        method="percentile",
+        rng=np.random.default_rng(seed),
     ).confidence_interval
     return interval.low, interval.high
 
@@ -136,8 +142,19 @@ def result_rows(
         if set(start["search_id"]) != set(values["search_id"]):
             raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
         p = paired_randomization_test(matrix, _matrix(start, metrics)[1], groups, seed=seed)
-    return pd.DataFrame({"system": name, "setting": setting, "group": group, "metric": metrics, "paper": np.nan,
-                         "ours": matrix.mean(axis=0), "low": low, "high": high, "p": p})[RESULT_COLUMNS]
+    return pd.DataFrame(
+        {
+            "system": name,
+            "setting": setting,
+            "group": group,
+            "metric": metrics,
+            "paper": np.nan,
+            "ours": matrix.mean(axis=0),
+            "low": low,
+            "high": high,
+            "p": p,
+        }
+    )[RESULT_COLUMNS]
 
 
 def evaluate_system(
@@ -219,8 +236,9 @@ def _checked(benchmark: Benchmark, scores: Scores) -> list[np.ndarray]:
     expected = (len(benchmark.queries), len(benchmark.corpus))
     for matrix in matrices:
         if matrix.shape != expected:
-            raise ValueError(f"scores have shape {matrix.shape}; the benchmark has {expected[0]} queries and "
-                             f"{expected[1]} chunks")
+            raise ValueError(
+                f"scores have shape {matrix.shape}; the benchmark has {expected[0]} queries and {expected[1]} chunks"
+            )
         if np.isnan(matrix).any():
             raise ValueError("scores hold NaN; a chunk that wasn't scored gets -inf")
     return matrices

@@ -51,8 +51,10 @@ def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """
     folder = Path(folder or os.environ.get(DATA_VARIABLE, "."), "medquad")
     if not (folder / "passages.jsonl.gz").exists():
-        print(f"MedQuAD not found: set {DATA_VARIABLE} to a folder with medquad/queries.jsonl.gz and "
-              "medquad/passages.jsonl.gz to run this part.")
+        print(
+            f"MedQuAD not found: set {DATA_VARIABLE} to a folder with medquad/queries.jsonl.gz and "
+            "medquad/passages.jsonl.gz to run this part."
+        )
         return None
     passages = {p["id"]: p["text"] for _, _, p in read_json_lines(folder / "passages.jsonl.gz", ("id", "text"))}
     data = MedQuad({}, {}, passages, {}, [])
@@ -114,9 +116,7 @@ def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> 
     return frame.sort_values(["metric", "search_id"], ignore_index=True)
 
 
-def zero_shot(
-    encode: Callable[[list[str]], np.ndarray], data: MedQuad, candidates: np.ndarray
-) -> pd.DataFrame:
+def zero_shot(encode: Callable[[list[str]], np.ndarray], data: MedQuad, candidates: np.ndarray) -> pd.DataFrame:
     """recall_values of a dense encoder that saw none of these data (CAPR's cross-domain setting).
 
     `encode` maps texts to embeddings [texts, dim] and truncates long passages (CAPR: 512 tokens).

@@ -22,12 +22,12 @@ from drehr_utils import (
     kg,
     llm,
     losses,
-    matching,
     positives,
     prompts,
     retrieval,
     training,
-)  # fmt: skip
+    vocabularies,
+)
 from drehr_utils.corpus import Chunk, Note, ReadReport
 from drehr_utils.kg import KnowledgeGraph
 from drehr_utils.matching import EntityMatcher
@@ -77,16 +77,19 @@ def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
     if profile.bios is not None:
         return kg.load_bios(profile.bios)
-    key = artifacts.digest(kg, profile.open_kg, _installed_versions())
+    key = artifacts.digest(kg, vocabularies, profile.open_kg, _installed_versions())
     return artifacts.cached(
-        ROOT / "data/cache/kg" / f"open_kg-{key}", lambda: kg.build_open_kg(profile.open_kg), kg.save_bios, kg.load_bios
+        ROOT / "data/cache/kg" / f"open_kg-{key}",
+        lambda: vocabularies.build_open_kg(profile.open_kg),
+        kg.save_bios,
+        kg.load_bios,
     )
 
 
 def _installed_versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in kg.VOCABULARY_PACKAGES}
+    return {name: version(name) for name in vocabularies.VOCABULARY_PACKAGES}
 
 
 @cache
@@ -113,7 +116,11 @@ def answers(profile: Profile, task: str, progress: bool = True) -> llm.Answers:
 
 def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
     """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A)."""
-    texts, graph, counts = answers(profile, "abbreviation_reduction").texts, knowledge_graph(profile), AbbreviationCleaning()
+    texts, graph, counts = (
+        answers(profile, "abbreviation_reduction").texts,
+        knowledge_graph(profile),
+        AbbreviationCleaning(),
+    )
     kept = {}
     for chunk in chunks(profile):
         pairs, malformed = prompts.parse_abbreviations(texts.get(("abbreviation_reduction", None, chunk.id), ""))
@@ -135,13 +142,18 @@ def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str
             empty += not names
         total = sum(len(names) for (_, k), names in entities.items() if k == kind)
         rows.append((kind, len(chunks(profile)), total, empty, malformed))
-    return entities, pd.DataFrame(rows, columns=["entity type", "answers", "entities", "answers without any", "malformed lines"])
+    return entities, pd.DataFrame(
+        rows, columns=["entity type", "answers", "entities", "answers without any", "malformed lines"]
+    )
 
 
 def stage1_sets(profile: Profile) -> PositiveSets:
-    """Stage I's positive sets of the training chunks."""
+    """Stage I's positive sets of the training chunks.
+
+    matching.py is no part of the key: its rules are fixed, and a test holds it to a plain reference, so a faster one
+    makes nothing anew."""
     key = artifacts.digest(
-        positives, kg, matching, prompts, corpus, profile.notes, profile.max_train_notes, profile.open_kg,
+        positives, kg, vocabularies, prompts, corpus, profile.notes, profile.max_train_notes, profile.open_kg,
         str(profile.bios), profile.seed, list(profile.recorded_answers),
     )  # fmt: skip
     return artifacts.cached(
@@ -167,6 +179,32 @@ def stage2_sets(profile: Profile) -> PositiveSets:
     )
 
 
+def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
+    """What training asks of the graph; `concepts`: also the names of those that may join a batch as anchors."""
+    graph, find = knowledge_graph(profile), matcher(profile).find
+
+    @cache
+    def concepts_in(text: str) -> frozenset[str]:
+        return frozenset(c for match in find(text) if len(ids := graph.term2cui[match.term]) == 1 for c in ids)
+
+    def concepts_of(term: str) -> frozenset[str]:
+        ids = graph.cuis(term)
+        return frozenset(ids) if len(ids) == 1 else frozenset()
+
+    names = clinical_concepts(profile) if concepts else []
+    return training.GraphView(
+        lambda text: positives.alias_spans(text, graph, matcher(profile)), concepts_in, concepts_of, names
+    )
+
+
+def clinical_concepts(profile: Profile) -> list[list[str]]:
+    """Names of the concepts that are found in the training chunks and have more than one name, the usual one first."""
+    graph, find = knowledge_graph(profile), matcher(profile).find
+    found = dict.fromkeys(c for chunk in chunks(profile) for match in find(chunk.text) for c in graph.cuis(match.term))
+    own = dict.fromkeys(cui for cui, sources in graph.sources.items() if "OPEN" in sources)
+    return [names for cui in found | own if len(names := graph.synonyms(cui)[:12]) > 1]
+
+
 # --- notebook 05 -------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +221,8 @@ def _train(profile: Profile, stage: str, config: training.StageConfig, start: Pa
     if profile.lora:
         encoders.add_lora(encoder)
     sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
-    data = TrainingSet.build(chunks(profile), sets, config.sources)
+    view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
+    data = TrainingSet.build(chunks(profile), sets, config.sources, view)
     work = profile.cache / "checkpoints" / folder.name
     curve = training.train_stage(encoder, data, config, work, save_steps=profile.save_steps)
     partial = folder.with_name(f"partial-{folder.name}")
@@ -204,7 +243,8 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            graph = (kg, matching, profile.open_kg, str(profile.bios)) if stage == "stage1" else ()
+            uses_graph = stage == "stage1" or config.uses_graph
+            graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
             key = artifacts.digest(key, stage, config, *graph)
             folder = _train(profile, stage, config, folder, key)
             curves[stage] = pd.read_csv(folder / "loss.csv")

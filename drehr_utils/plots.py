@@ -19,17 +19,31 @@ SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
 
 def set_style() -> None:
     """Set matplotlib's defaults: Okabe-Ito colours, embedded TrueType fonts (text stays text in PDF), light grid."""
-    plt.rcParams.update({
-        "axes.prop_cycle": plt.cycler(color=PALETTE),
-        "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
-        "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 9, "legend.fontsize": 7,
-        "xtick.labelsize": 7, "ytick.labelsize": 7,
-        "pdf.fonttype": 42, "svg.hashsalt": "drehr",
-        "figure.constrained_layout.use": True, "figure.dpi": 110, "savefig.dpi": 300,
-        "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "axes.axisbelow": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5,
-        "lines.linewidth": 1.2, "legend.frameon": False,
-    })
+    plt.rcParams.update(
+        {
+            "axes.prop_cycle": plt.cycler(color=PALETTE),
+            "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+            "font.size": 8,
+            "axes.labelsize": 8,
+            "axes.titlesize": 9,
+            "legend.fontsize": 7,
+            "xtick.labelsize": 7,
+            "ytick.labelsize": 7,
+            "pdf.fonttype": 42,
+            "svg.hashsalt": "drehr",
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 110,
+            "savefig.dpi": 300,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "grid.color": "#DDDDDD",
+            "grid.linewidth": 0.5,
+            "lines.linewidth": 1.2,
+            "legend.frameon": False,
+        }
+    )
 
 
 def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
@@ -52,8 +66,9 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5) -
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
-    fig, axes = plt.subplots(down, across, figsize=(width, down * (0.75 + 0.22 * len(systems))), sharey=True,
-                             sharex=True, squeeze=False)
+    fig, axes = plt.subplots(
+        down, across, figsize=(width, down * (0.75 + 0.22 * len(systems))), sharey=True, sharex=True, squeeze=False
+    )
     for ax, panel in zip(axes.flat, panels, strict=False):
         part = long[long[by] == panel].set_index("system").reindex(systems)
         for y, (_, row) in enumerate(part.iterrows()):
@@ -65,13 +80,23 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5) -
         ax.set_yticks(range(len(systems)), systems)
         ax.set_ylim(len(systems) - 0.5, -0.5)
         ax.grid(axis="y", visible=False)
-    for ax in axes.flat[len(panels):]:
+    for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     fig.supxlabel(f"{metrics} (0-100)" if "metric" != by else "Score (0-100)", fontsize=8)
     shown = [plt.Line2D([], [], color="#333333", marker="o", markersize=4, label="ours, 95% interval")]
     if long["paper"].notna().any():
-        shown.append(plt.Line2D([], [], linestyle="", marker="D", markerfacecolor="white", markeredgecolor="#666666",
-                                markersize=4, label="paper"))
+        shown.append(
+            plt.Line2D(
+                [],
+                [],
+                linestyle="",
+                marker="D",
+                markerfacecolor="white",
+                markeredgecolor="#666666",
+                markersize=4,
+                label="paper",
+            )
+        )
     fig.legend(handles=shown, loc="outside upper right", ncols=2)
     return fig
 
@@ -83,8 +108,14 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
     goes to a second panel.
     """
     rates = any("learning_rate" in history for history in histories.values())
-    fig, axes = plt.subplots(1 + rates, 1, figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates), sharex=True, squeeze=False,
-                             height_ratios=[3, 1] if rates else [1])
+    fig, axes = plt.subplots(
+        1 + rates,
+        1,
+        figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates),
+        sharex=True,
+        squeeze=False,
+        height_ratios=[3, 1] if rates else [1],
+    )
     loss_axis: Axes = axes[0, 0]
     for i, (name, history) in enumerate(histories.items()):
         colour = PALETTE[i % len(PALETTE)]
@@ -110,8 +141,16 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
     bottom = pd.Series(0.0, index=counts.index)
     positions = range(len(counts))
     for i, column in enumerate(counts):
-        ax.bar(positions, values[column], bottom=bottom, width=0.7, color=PALETTE[i % len(PALETTE)], label=str(column),
-               edgecolor="white", linewidth=0.4)
+        ax.bar(
+            positions,
+            values[column],
+            bottom=bottom,
+            width=0.7,
+            color=PALETTE[i % len(PALETTE)],
+            label=str(column),
+            edgecolor="white",
+            linewidth=0.4,
+        )
         bottom += values[column]
     for x, (top, total) in enumerate(zip(bottom, counts.sum(axis=1), strict=True)):
         ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)

@@ -66,7 +66,12 @@ class PositiveSets:
     def load(cls, path: Path) -> PositiveSets:
         with np.load(path) as z:
             return cls(
-                z["ids"].tolist(), z["terms"].tolist(), tuple(z["sources"].tolist()), z["offsets"], z["term"], z["source"]
+                z["ids"].tolist(),
+                z["terms"].tolist(),
+                tuple(z["sources"].tolist()),
+                z["offsets"],
+                z["term"],
+                z["source"],
             )
 
     @classmethod
@@ -230,3 +235,33 @@ def positive_statistics(sets: PositiveSets) -> pd.DataFrame:
         for name, c in counts.items()
     ]
     return pd.DataFrame(rows, columns=["source", "Avg", "Q1", "Q3", "Max", "Sum", "None"])
+
+
+# --- beyond the paper: other names in the chunk's text -----------------------------------------------------------
+
+
+def alias_spans(text: str, kg: KnowledgeGraph, matcher: EntityMatcher) -> list[tuple[int, int, list[str]]]:
+    """(start, end, other names) of each match in `text` that names one concept with more than one name."""
+    spans = []
+    for match in matcher.find(text):
+        concepts = kg.term2cui.get(match.term, [])
+        others = [t for t in kg.cui2terms[concepts[0]] if t != match.term] if len(concepts) == 1 else []
+        if others:
+            spans.append((match.start, match.end, others))
+    return spans
+
+
+def substitute_aliases(
+    text: str, spans: Sequence[tuple[int, int, list[str]]], probability: float, rng: np.random.Generator
+) -> str:
+    """`text` with each span replaced, with the given probability, by another name of its concept.
+
+    "lasix 40 mg" for "furosemide 40 mg": the chunk's positives stay true, and the encoder sees names that the corpus
+    happens not to use. The n-th name of a concept is drawn with weight 1 / n: graphs list the usual names first."""
+    pieces, at = [], 0
+    for start, end, others in spans:
+        if rng.random() < probability:
+            weights = 1 / np.arange(1, len(others) + 1)
+            pieces += [text[at:start], others[rng.choice(len(others), p=weights / weights.sum())]]
+            at = end
+    return "".join(pieces) + text[at:]

@@ -115,8 +115,12 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.exists():
         raise DataError(f"{path.name}: no such table; run the notebook that makes it")
-    table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False,
-                        na_values={column: [""] for column in RESULT_COLUMNS if column not in KEYS})
+    table = pd.read_csv(
+        path,
+        dtype=dict.fromkeys(KEYS, str),
+        keep_default_na=False,
+        na_values={column: [""] for column in RESULT_COLUMNS if column not in KEYS},
+    )
     missing = [column for column in RESULT_COLUMNS if column not in table]
     if missing:
         raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; run the notebook that makes it again")
@@ -167,27 +171,35 @@ def _grid(long: pd.DataFrame, layout: Layout, flavour: _Flavour) -> pd.DataFrame
     keys = [*layout.rows, *layout.columns]
     double = long.duplicated(keys)
     if double.any():
-        raise ValueError(f"two rows of the long form for {dict(long.loc[double, keys].iloc[0])}; lay out more keys or "
-                         "choose rows first")
+        raise ValueError(
+            f"two rows of the long form for {dict(long.loc[double, keys].iloc[0])}; lay out more keys or "
+            "choose rows first"
+        )
     both = bool(long["paper"].notna().any())
     long = long.reset_index(drop=True)
     rivals = long.groupby(KEYS[1:], sort=False)["ours"]
     best = rivals.transform("max").where(rivals.transform("count") > 1)
     bold = layout.bold & (long["ours"].round(layout.decimals) == best.round(layout.decimals))
     # Rows and columns keep the order in which they first appear.
-    rows, columns = (list(dict.fromkeys(long[list(by)].itertuples(index=False, name=None)))
-                     for by in (layout.rows, layout.columns))
+    rows, columns = (
+        list(dict.fromkeys(long[list(by)].itertuples(index=False, name=None))) for by in (layout.rows, layout.columns)
+    )
     printed = {
-        (tuple(row[list(layout.rows)]), tuple(row[list(layout.columns)])):
-            flavour.cell(row, layout.decimals, both, bool(bold[at])) for at, row in long.iterrows()
+        (tuple(row[list(layout.rows)]), tuple(row[list(layout.columns)])): flavour.cell(
+            row, layout.decimals, both, bool(bold[at])
+        )
+        for at, row in long.iterrows()
     }
 
     def index(values: list[tuple], names: Sequence[str]) -> pd.MultiIndex:
         shown = [[layout.labels.get(part, part) for part in parts] for parts in zip(*values, strict=True)]
         return pd.MultiIndex.from_arrays(shown, names=list(names))
 
-    return pd.DataFrame([[printed.get((row, column), "") for column in columns] for row in rows],
-                        index=index(rows, layout.rows), columns=index(columns, layout.columns))
+    return pd.DataFrame(
+        [[printed.get((row, column), "") for column in columns] for row in rows],
+        index=index(rows, layout.rows),
+        columns=index(columns, layout.columns),
+    )
 
 
 def _head(layout: Layout) -> list[str]:
@@ -222,6 +234,8 @@ def _latex(grid: pd.DataFrame, layout: Layout, name: str) -> str:
     table = pd.DataFrame(body, columns=levels[0] if len(levels) == 1 else pd.MultiIndex.from_arrays(levels))
     captioned = {"caption": _escape(layout.caption), "label": f"tab:{name}", "position_float": "centering"}
     return table.style.hide(axis="index").to_latex(
-        hrules=True, column_format="l" * keys + "r" * len(names[1]), multicol_align="c",
+        hrules=True,
+        column_format="l" * keys + "r" * len(names[1]),
+        multicol_align="c",
         **(captioned if layout.caption else {}),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,13 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from drehr_utils import losses
 from drehr_utils.corpus import Chunk, DataError
 from drehr_utils.encoders import CHUNK_TOKENS, ENTITY_TOKENS, embed_buckets, has_fast_bf16, token_buckets
-from drehr_utils.positives import PositiveSets
+from drehr_utils.positives import PositiveSets, substitute_aliases
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class StageConfig:
     warmup_ratio: float = 0.1
     mask_false_negatives: bool = False  # a term that is positive for a chunk is never its negative
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
+    substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept
+    complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
+    concepts_per_batch: int = 0  # the graph's concepts that join as anchors: one name, the others positive
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
     alpha: float = losses.ALPHA
     beta: float = losses.BETA
@@ -40,6 +44,11 @@ class StageConfig:
     epsilon: float = losses.EPSILON
     dropout: float | None = 0.0  # None: as the model was trained (0.1 for BERT); on a CPU 0 saves a third of a step
     seed: int = 0
+
+    @property
+    def uses_graph(self) -> bool:
+        """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
+        return bool(self.substitution or self.concepts_per_batch or self.complete_labels)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,16 @@ class Recipe:
     own_share: float = 1.0  # of the trained weights in their average with the starting ones; 1: no averaging
 
 
+@dataclass(frozen=True)
+class GraphView:
+    """What training asks of the knowledge graph, beyond the positive sets; the default knows nothing."""
+
+    spans: Callable[[str], list[tuple[int, int, list[str]]]] = lambda text: []  # positives.alias_spans of a text
+    concepts_in: Callable[[str], frozenset[str]] = lambda text: frozenset()  # ids of the concepts a text mentions
+    concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
+    names: list[list[str]] = field(default_factory=list)  # of the concepts that may join a batch, the usual one first
+
+
 @dataclass
 class TrainingSet:
     """Chunks and, for each, its positive terms. Chunks without any are left out, and counted."""
@@ -59,9 +78,16 @@ class TrainingSet:
     texts: list[str]
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
     without_positives: int = 0
+    graph: GraphView = field(default_factory=lambda: GraphView())
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], sets: PositiveSets, sources: Sequence[str] | None = None) -> TrainingSet:
+    def build(
+        cls,
+        chunks: Sequence[Chunk],
+        sets: PositiveSets,
+        sources: Sequence[str] | None = None,
+        graph: GraphView | None = None,
+    ) -> TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
 
         Raises DataError when the two don't belong together, or when no chunk has a positive."""
@@ -76,6 +102,7 @@ class TrainingSet:
             [chunks[i].text for i in kept],
             lambda k: sets.of(kept[k], sources),
             len(chunks) - len(kept),
+            graph or GraphView(),
         )
 
     def __len__(self) -> int:
@@ -90,8 +117,8 @@ def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> li
     return list(terms) + repeats
 
 
-def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tuple[int, int]]]:
-    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed.
+def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int = 0) -> list[list[tuple[int, int]]]:
+    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed; `concepts` follow the chunks' indices.
 
     Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
     epoch. A last batch that is not full is dropped."""
@@ -112,13 +139,15 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tu
         order = [i for g in rng.permutation(len(groups)) for i in groups[g]]
         size = min(config.batch_size, len(order))
         for start in range(0, len(order) - size + 1, size):
-            schedule.append([(epoch, i) for i in order[start : start + size]])
+            extra = rng.choice(concepts, min(config.concepts_per_batch, concepts), replace=False) if concepts else []
+            rows = order[start : start + size] + [len(note_ids) + int(c) for c in extra]
+            schedule.append([(epoch, i) for i in rows])
         epoch += 1
     return schedule[:steps]
 
 
 class PositivePairs(Dataset):
-    """(epoch, chunk index) -> chunk, its drawn positives, all its positives. The draw is fixed by seed, epoch, chunk."""
+    """(epoch, index) -> text, drawn positives, all positives, concepts in the text; fixed by seed, epoch and index."""
 
     def __init__(self, data: TrainingSet, config: StageConfig):
         self.data, self.config = data, config
@@ -126,11 +155,19 @@ class PositivePairs(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[str, list[str], list[str]]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[str, list[str], list[str], frozenset[str]]:
         epoch, i = key
-        rng = np.random.default_rng([self.config.seed, 1 + epoch, i])
-        terms = self.data.positives(i)
-        return self.data.texts[i], draw_positives(terms, self.config.positives_per_chunk, rng), terms
+        config, graph = self.config, self.data.graph
+        rng = np.random.default_rng([config.seed, 1 + epoch, i])
+        if i >= len(self.data):
+            text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
+            return text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms], frozenset()
+        terms, text = self.data.positives(i), self.data.texts[i]
+        drawn = draw_positives(terms, config.positives_per_chunk, rng)
+        mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
+        if config.substitution:
+            text = substitute_aliases(text, graph.spans(text), config.substitution, rng)
+        return text, drawn, terms, mentioned
 
 
 @dataclass
@@ -138,19 +175,23 @@ class Collator:
     """Tokenises a batch; an entity that repeats in it is tokenised, and later encoded, once."""
 
     encoder: SentenceTransformer
-    chunk_buckets: int = 2
-    entity_buckets: int = 4
+    concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
+    rows_per_bucket: int = 16
+    entity_buckets: int = 8
 
-    def __call__(self, rows: list[tuple[str, list[str], list[str]]]) -> dict:
-        terms = list(dict.fromkeys(term for _, drawn, _ in rows for term in drawn))
+    def __call__(self, rows: list[tuple[str, list[str], list[str], frozenset[str]]]) -> dict:
+        terms = list(dict.fromkeys(term for _, drawn, *_ in rows for term in drawn))
         at = {term: u for u, term in enumerate(terms)}
         known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
-        for b, (_, _, all_positives) in enumerate(rows):
+        concepts = [self.concepts_of(term) for term in terms] if any(row[3] for row in rows) else []
+        for b, (_, _, all_positives, mentioned) in enumerate(rows):
             known[b, [at[term] for term in all_positives if term in at]] = True
+            known[b, [u for u, ids in enumerate(concepts) if ids & mentioned]] = True
+        buckets = -(-len(rows) // self.rows_per_bucket)
         return {
-            "chunks": token_buckets(self.encoder, [text for text, _, _ in rows], CHUNK_TOKENS, self.chunk_buckets),
+            "chunks": token_buckets(self.encoder, [row[0] for row in rows], CHUNK_TOKENS, buckets),
             "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
-            "columns": torch.tensor([[at[term] for term in drawn] for _, drawn, _ in rows]),  # [chunks, positives]
+            "columns": torch.tensor([[at[term] for term in drawn] for _, drawn, *_ in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
         }
 
@@ -175,6 +216,26 @@ def contrastive_loss(S: Tensor, columns: Tensor, known: Tensor, config: StageCon
         positives = known if config.mask_false_negatives else drawn
         loss = (loss + losses.multi_similarity_loss(S.T, positives.T, ~positives.T, **hyper)) / 2
     return loss
+
+
+class StepBar(TrainerCallback):
+    """One progress bar with the loss, instead of the Trainer's line (or table row, in a notebook) a step."""
+
+    def __init__(self, show: bool):
+        self.show = show
+
+    def on_train_begin(self, args, state, control, **_):
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show)
+
+    def on_step_end(self, args, state, control, **_):
+        self.bar.update(1)
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if logs and "loss" in logs:
+            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+
+    def on_train_end(self, args, state, control, **_):
+        self.bar.close()
 
 
 class ContrastiveTrainer(Trainer):
@@ -222,7 +283,7 @@ def train_stage(
     and configuration."""
     prepare_for_training(encoder, config)
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
-    schedule = batch_schedule(note_ids, config)
+    schedule = batch_schedule(note_ids, config, len(data.graph.names))
     use_cpu = not torch.cuda.is_available() if use_cpu is None else use_cpu
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -242,19 +303,21 @@ def train_stage(
         save_strategy="steps" if save_steps else "no",
         report_to=[],
         remove_unused_columns=False,
-        disable_tqdm=not progress,
+        disable_tqdm=True,
         dataloader_pin_memory=False,
     )
     trainer = ContrastiveTrainer(
         model=encoder,
         args=arguments,
         train_dataset=PositivePairs(data, config),
-        data_collator=Collator(encoder),
-        callbacks=list(callbacks),
+        data_collator=Collator(encoder, data.graph.concepts_of),
+        callbacks=[StepBar(progress), *callbacks],
         config=config,
         schedule=schedule,
     )
+    trainer.remove_callback(PrinterCallback)
     checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+    trainer.accelerator.unwrap_model(encoder, keep_fp32_wrapper=False)  # or it would go on computing in bf16
     log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
     return log[["step", "loss", "learning_rate"]].reset_index(drop=True)

@@ -11,14 +11,28 @@ from drehr_utils.corpus import DataError
 
 OPEN_CLINIQ = Path(__file__).resolve().parent.parent / "data/open_cliniq"
 
-CORPUS = [{"_id": f"{note}_{k}", "title": "", "text": f"secret words of {note} {k}"}
-          for note, n in (("A", 4), ("B", 2)) for k in range(n)]
-QUERIES = [{"_id": "q1", "text": "fever", "type": "disease"}, {"_id": "q2", "text": "aspirin", "type": "drug"},
-           {"_id": "q3", "text": "biopsy", "type": "procedure"}]
-PATIENTS = [{"hadm_id": 1, "note_id": "A", "chunks": 4, "queries": ["q1", "q3"]},
-            {"hadm_id": 2, "note_id": "B", "chunks": 2, "queries": ["q2", "q1"]}]
-QRELS = ["query-id\tcorpus-id\tscore\tmatch_type\tpatient", "q1\tA_0\t1\tstring\town", "q1\tA_2\t1\tsynonym\town",
-         "q2\tB_0\t1\tsynonym\town", "q2\tA_1\t1\tstring\tother", "q1\tB_1\t0\tstring\town"]
+CORPUS = [
+    {"_id": f"{note}_{k}", "title": "", "text": f"secret words of {note} {k}"}
+    for note, n in (("A", 4), ("B", 2))
+    for k in range(n)
+]
+QUERIES = [
+    {"_id": "q1", "text": "fever", "type": "disease"},
+    {"_id": "q2", "text": "aspirin", "type": "drug"},
+    {"_id": "q3", "text": "biopsy", "type": "procedure"},
+]
+PATIENTS = [
+    {"hadm_id": 1, "note_id": "A", "chunks": 4, "queries": ["q1", "q3"]},
+    {"hadm_id": 2, "note_id": "B", "chunks": 2, "queries": ["q2", "q1"]},
+]
+QRELS = [
+    "query-id\tcorpus-id\tscore\tmatch_type\tpatient",
+    "q1\tA_0\t1\tstring\town",
+    "q1\tA_2\t1\tsynonym\town",
+    "q2\tB_0\t1\tsynonym\town",
+    "q2\tA_1\t1\tstring\tother",
+    "q1\tB_1\t0\tstring\town",
+]
 
 
 def write(folder, corpus=CORPUS, queries=QUERIES, patients=PATIENTS, qrels=QRELS):
@@ -38,8 +52,10 @@ def toy(tmp_path):
 def test_searches_of_a_hand_worked_benchmark(toy):
     # q3 has no relevant chunk in A; q2 is relevant in A only as another patient's; q1's judgment in B is a 0.
     searches = {task.search_id: (task.chunk_ids, task.relevant) for task in single_patient_tasks(toy)}
-    assert searches == {"q1@A": (["A_0", "A_1", "A_2", "A_3"], {"A_0": 1, "A_2": 1}),
-                        "q2@B": (["B_0", "B_1"], {"B_0": 1})}
+    assert searches == {
+        "q1@A": (["A_0", "A_1", "A_2", "A_3"], {"A_0": 1, "A_2": 1}),
+        "q2@B": (["B_0", "B_1"], {"B_0": 1}),
+    }
 
 
 def test_other_match_types_leave_the_pool(toy):
@@ -60,8 +76,9 @@ def test_subset_keeps_one_patient_whole(toy):
     assert [t.relevant for t in single_patient_tasks(part)] == [t.relevant for t in single_patient_tasks(toy)][:1]
 
 
-@pytest.mark.parametrize("split, chunks, queries, judgments, patients",
-                         [("dev", 331, 445, 2835, 32), ("test", 1056, 793, 8700, 96)])
+@pytest.mark.parametrize(
+    "split, chunks, queries, judgments, patients", [("dev", 331, 445, 2835, 32), ("test", 1056, 793, 8700, 96)]
+)
 def test_open_cliniq_has_what_its_readme_says(split, chunks, queries, judgments, patients):
     benchmark = load_benchmark(OPEN_CLINIQ, split)
     assert (len(benchmark.corpus), len(benchmark.qrels), len(benchmark.patients)) == (chunks, queries, patients)

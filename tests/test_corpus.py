@@ -36,7 +36,10 @@ def test_rechunking_the_notes_gives_the_benchmarks_corpus_byte_for_byte(split):
 
 
 def test_cleaning_by_hand():
-    assert clean("Seen by Dr. [**Last\nName (STitle) 12**] on ___ ; BP 120/80!!! ---- a-b  C.") == "seen by dr. on ; bp 120/80 a-b c."
+    assert (
+        clean("Seen by Dr. [**Last\nName (STitle) 12**] on ___ ; BP 120/80!!! ---- a-b  C.")
+        == "seen by dr. on ; bp 120/80 a-b c."
+    )
     assert clean("snake_case __x__ .. ...") == "snake_case x"
 
 
@@ -121,11 +124,13 @@ def test_splits_are_by_patient(tmp_path):
 def test_no_patient_of_dev_or_test_reaches_training():
     profile = load_profile("open")
     notes, _, splits = pipeline.notes(profile)
-    patients = {split: {n.subject_id for n in notes if splits[n.note_id] == split} for split in ("train", "dev", "test")}
+    patients = {
+        split: {n.subject_id for n in notes if splits[n.note_id] == split} for split in ("train", "dev", "test")
+    }
     assert not patients["train"] & (patients["dev"] | patients["test"]) and not patients["dev"] & patients["test"]
     assert {split: len(p) for split, p in patients.items()} == {"train": 160, "dev": 32, "test": 96}
     patient_of = {note.note_id: note.subject_id for note in notes}
-    for sets in (pipeline.chunks(profile), ):
+    for sets in (pipeline.chunks(profile),):
         assert {patient_of[chunk.note_id] for chunk in sets} == patients["train"]
     # what an LLM was asked about, and so every stage-II positive, is of training patients
     recorded = ROOT / "data/llm_answers/train.jsonl.gz"

@@ -121,11 +121,15 @@ def test_equals_sentence_transformers_evaluator(dev):
     asked = {query_id: part.queries[query_id] for query_id in part.qrels}
     size = len(part.corpus)
     relevant = {query_id: set(judged) for query_id, judged in part.qrels.items()}
-    evaluator = InformationRetrievalEvaluator(asked, part.corpus, relevant, mrr_at_k=[size], ndcg_at_k=[10],
-                                              precision_recall_at_k=[100], map_at_k=[10])
+    evaluator = InformationRetrievalEvaluator(
+        asked, part.corpus, relevant, mrr_at_k=[size], ndcg_at_k=[10], precision_recall_at_k=[100], map_at_k=[10]
+    )
     theirs = {name.split("_", 1)[1]: value for name, value in evaluator(model).items()}
-    ours = means(multi_patient(part, dense_scores(model.encode(list(part.queries.values())),
-                                                  model.encode(list(part.corpus.values())))))
+    ours = means(
+        multi_patient(
+            part, dense_scores(model.encode(list(part.queries.values())), model.encode(list(part.corpus.values())))
+        )
+    )
     expected = [theirs[f"mrr@{size}"], theirs["ndcg@10"], theirs["recall@100"]]
     np.testing.assert_allclose(ours[["MRR", "NDCG@10", "R@100"]] / 100, expected, atol=1e-6)
 
@@ -135,9 +139,11 @@ def constant_benchmark(n_notes, n_chunks, relevant):
     chosen = {f"q{i}": f"N{i}_{relevant}" for i in range(n_notes)}
     return Benchmark(
         corpus={c: "" for chunks in notes.values() for c in chunks},
-        queries=dict.fromkeys(chosen, ""), query_types=dict.fromkeys(chosen, "drug"),
+        queries=dict.fromkeys(chosen, ""),
+        query_types=dict.fromkeys(chosen, "drug"),
         patients=[Patient(note, note, chunks, [f"q{i}"]) for i, (note, chunks) in enumerate(notes.items())],
-        qrels={q: {c: 1} for q, c in chosen.items()}, match_types={q: {c: "string"} for q, c in chosen.items()},
+        qrels={q: {c: 1} for q, c in chosen.items()},
+        match_types={q: {c: "string"} for q, c in chosen.items()},
     )
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-from drehr_utils import kg as kg_module
+from drehr_utils import vocabularies
 from drehr_utils.corpus import DataError
-from drehr_utils.kg import KnowledgeGraph, build_open_kg, kg_counts, load_bios, save_bios, umls_to_bios
+from drehr_utils.kg import KnowledgeGraph, kg_counts, load_bios, save_bios
+from drehr_utils.umls import umls_to_bios
+from drehr_utils.vocabularies import build_open_kg
 
 ROOT = Path(__file__).parent.parent
 OPEN_KG = ROOT / "data/open_kg/concepts.tsv.gz"
@@ -27,7 +29,10 @@ def digests(folder: Path) -> dict[str, str]:
 def built(tmp_path_factory):
     """The open graph, its folder, and the folder of a build in another process with another hash seed."""
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
-    code = f"from drehr_utils.kg import *; save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
+    code = (
+        "from drehr_utils.kg import save_bios; from drehr_utils.vocabularies import build_open_kg; "
+        f"save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
+    )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stderr=subprocess.PIPE) as other:
         kg = build_open_kg(OPEN_KG)
@@ -203,7 +208,7 @@ def test_tables_agree(kg):
     for cui, pairs in kg.relations.items():
         assert all(other in kg.cui2pt and other != cui for _, other in pairs)
         for relation, other in pairs:
-            inverse = {**kg_module.INVERSE, **{b: a for a, b in kg_module.INVERSE.items()}}[relation]
+            inverse = {**vocabularies.INVERSE, **{b: a for a, b in vocabularies.INVERSE.items()}}[relation]
             assert (inverse, cui) in kg.relations[other]
 
 
@@ -287,7 +292,7 @@ def test_relations_point_the_right_way(kg):
 
 def test_without_inverse_relations(monkeypatch):
     for reader in ("_ner_package", "_hpo", "_icd10"):  # quicker; the relations are the open KG's alone
-        monkeypatch.setattr(kg_module, reader, lambda *args: [])
+        monkeypatch.setattr(vocabularies, reader, lambda *args: [])
     counts = kg_counts(build_open_kg(OPEN_KG, inverse=False))["relation"].set_index("relation")["edges"]
     assert counts["may_treat"] + counts["may_be_treated_by"] < 4_526  # as many names as the column holds
 
@@ -312,7 +317,7 @@ def test_no_junk_among_terms(kg):
 )
 def test_malformed_open_kg(tmp_path, rows, message):
     path = tmp_path / "concepts.tsv"
-    path.write_text(rows.format(header="\t".join(kg_module.OPEN_COLUMNS)))
+    path.write_text(rows.format(header="\t".join(vocabularies.OPEN_COLUMNS)))
     with pytest.raises(DataError, match=rf"concepts\.tsv, {message}"):
         build_open_kg(path)
     with pytest.raises(DataError, match="missing"):
@@ -320,7 +325,7 @@ def test_malformed_open_kg(tmp_path, rows, message):
 
 
 def test_missing_package(monkeypatch):
-    monkeypatch.setattr(kg_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vocabularies.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="Install"):
         build_open_kg(OPEN_KG)
 

@@ -86,8 +86,16 @@ def test_tie_order_is_uniform():
 
 def test_ties_do_not_depend_on_the_hash_seed():
     code = "from drehr_utils.retrieval import tie_keys; print(tie_keys(['q1'], ['n_0', 'n_1']).tolist())"
-    printed = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
-                              capture_output=True, text=True).stdout for seed in ("1", "2")}
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
     assert printed == {f"{tie_keys(['q1'], ['n_0', 'n_1']).tolist()}\n"}
 
 
@@ -110,9 +118,11 @@ def medquad_folder(tmp_path):
     (tmp_path / "medquad").mkdir()
     passages = [{"id": f"p{i}", "text": f"gout treatment text {i}"} for i in range(8)]
     passages += [{"id": "gold", "text": "a cure without the words"}]
-    queries = [{"id": "m0", "entity": "gout", "aspect": "treatment", "relevant": ["gold"]},
-               {"id": "m1", "entity": "text", "aspect": "3", "relevant": ["p3", "elsewhere"]},
-               {"id": "m2", "entity": "rash", "aspect": "symptoms", "relevant": ["elsewhere"]}]
+    queries = [
+        {"id": "m0", "entity": "gout", "aspect": "treatment", "relevant": ["gold"]},
+        {"id": "m1", "entity": "text", "aspect": "3", "relevant": ["p3", "elsewhere"]},
+        {"id": "m2", "entity": "rash", "aspect": "symptoms", "relevant": ["elsewhere"]},
+    ]
     for name, records in (("passages", passages), ("queries", queries)):
         with gzip.open(tmp_path / "medquad" / f"{name}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

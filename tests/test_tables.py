@@ -47,8 +47,13 @@ def test_drehr_tables_5_and_6_average_cliniq_tables_4_and_5(drehr_table, cliniq_
 
 
 def test_each_table_is_complete():
-    sizes = {("drehr", 5): 9 * 5, ("drehr", 6): 8 * 6, ("cliniq", 4): 25 * 3, ("cliniq", 5): 15 * 6,
-             ("capr", 3): 28 * 8}
+    sizes = {
+        ("drehr", 5): 9 * 5,
+        ("drehr", 6): 8 * 6,
+        ("cliniq", 4): 25 * 3,
+        ("cliniq", 5): 15 * 6,
+        ("capr", 3): 28 * 8,
+    }
     for (paper, table), size in sizes.items():
         figures = paper_figures(paper, table)
         assert len(figures) == size and not figures.duplicated(["system", "setting", "group", "metric"]).any()
@@ -78,10 +83,12 @@ def test_papers_csv_malformed(tmp_path):
 
 @pytest.fixture
 def long():
-    rows = [("BM25", "single", "all", "MRR", np.nan, 80.126, 78, 82, np.nan),
-            ("BM25", "multi", "all", "MRR", np.nan, 60, 57.04, 63, np.nan),
-            ("A & B_1", "single", "all", "MRR", np.nan, 85.5, 83, 87, 0.0001),
-            ("A & B_1", "multi", "all", "MRR", np.nan, 55, 52, 58, 0.02)]
+    rows = [
+        ("BM25", "single", "all", "MRR", np.nan, 80.126, 78, 82, np.nan),
+        ("BM25", "multi", "all", "MRR", np.nan, 60, 57.04, 63, np.nan),
+        ("A & B_1", "single", "all", "MRR", np.nan, 85.5, 83, 87, 0.0001),
+        ("A & B_1", "multi", "all", "MRR", np.nan, 55, 52, 58, 0.02),
+    ]
     return pd.DataFrame(rows, columns=RESULT_COLUMNS)
 
 
@@ -126,18 +133,29 @@ def test_save_and_read_back(long, tmp_path):
 
 
 def test_layout_by_group_and_counts(tmp_path):
-    rows = [(system, "single", group, "MAP", np.nan, value, np.nan, np.nan, np.nan)
-            for system, values in {"X": (1234, 5), "Y": (1000, 7)}.items()
-            for group, value in zip(("string", "synonym"), values, strict=True)]
+    rows = [
+        (system, "single", group, "MAP", np.nan, value, np.nan, np.nan, np.nan)
+        for system, values in {"X": (1234, 5), "Y": (1000, 7)}.items()
+        for group, value in zip(("string", "synonym"), values, strict=True)
+    ]
     long = pd.DataFrame(rows, columns=RESULT_COLUMNS)
     layout = Layout(rows=("system", "group"), columns=("metric",), decimals=0)
     assert show_table(long, layout)["MAP"].to_dict() == {
-        ("X", "string"): "1,234", ("X", "synonym"): "5", ("Y", "string"): "1,000", ("Y", "synonym"): "7"}
+        ("X", "string"): "1,234",
+        ("X", "synonym"): "5",
+        ("Y", "string"): "1,000",
+        ("Y", "synonym"): "7",
+    }
     save_table(long, "t", layout, tmp_path)
     # Bold is the best system of a group, wherever the layout puts groups; the system is printed once.
     latex = (tmp_path / "t.tex").read_text().splitlines()
-    assert latex[2:3] + latex[4:8] == [r"System & Group & MAP \\", r"X & string & \textbf{1,234} \\",
-                                       r" & synonym & 5 \\", r"Y & string & 1,000 \\", r" & synonym & \textbf{7} \\"]
+    assert latex[2:3] + latex[4:8] == [
+        r"System & Group & MAP \\",
+        r"X & string & \textbf{1,234} \\",
+        r" & synonym & 5 \\",
+        r"Y & string & 1,000 \\",
+        r" & synonym & \textbf{7} \\",
+    ]
     with pytest.raises(ValueError, match="two rows of the long form"):
         show_table(long, Layout())
     with pytest.raises(ValueError, match="lacks the column paper"):
@@ -165,13 +183,17 @@ def test_figures_have_labels_and_the_same_bytes(long, tmp_path):
             plots.set_style()
             history = pd.DataFrame({"step": range(9), "loss": np.arange(9.0)[::-1], "learning_rate": 1e-4})
             counts = pd.DataFrame({"string": [3, 1], "synonym": [1, 1]}, index=["disease", "drug"])
-            figures = {"dots": plots.dot_interval_plot(with_paper(long, paper_figures("cliniq", 3)), by="setting"),
-                       "loss": plots.loss_curve_plot({"stage II": history}, smooth=3),
-                       "bars": plots.counts_bar_plot(counts, "Pairs (%)", "Query type", share=True)}
+            figures = {
+                "dots": plots.dot_interval_plot(with_paper(long, paper_figures("cliniq", 3)), by="setting"),
+                "loss": plots.loss_curve_plot({"stage II": history}, smooth=3),
+                "bars": plots.counts_bar_plot(counts, "Pairs (%)", "Query type", share=True),
+            }
             for name, figure in figures.items():
                 plots.save_figure(figure, name, folder)
-            labels = {name: {text for ax in figure.axes for text in (ax.get_xlabel(), ax.get_ylabel())}
-                      for name, figure in figures.items()}
+            labels = {
+                name: {text for ax in figure.axes for text in (ax.get_xlabel(), ax.get_ylabel())}
+                for name, figure in figures.items()
+            }
             supxlabel = figures["dots"].get_supxlabel()
             tops = [patch.get_y() + patch.get_height() for patch in figures["bars"].axes[0].patches[2:]]
             for figure in figures.values():

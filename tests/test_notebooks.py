@@ -1,0 +1,31 @@
+"""Every notebook runs under `smoke`, and the committed ones are whole."""
+
+import json
+import re
+
+import pytest
+
+from drehr_utils import run
+from drehr_utils.profiles import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_runs_under_smoke(path):
+    assert run.main(["--profile", "smoke", "--only", path.stem[:2]]) == 0
+    executed = json.loads((ROOT / "data/cache/smoke/notebooks" / path.name).read_text())
+    assert all(c.get("execution_count") for c in executed["cells"] if c["cell_type"] == "code")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_committed_notebook_is_executed_clean_and_short_celled(path):
+    text = path.read_text()
+    cells = json.loads(text)["cells"]
+    code = [c for c in cells if c["cell_type"] == "code"]
+    assert all(c["execution_count"] for c in code), "not executed; run ./run_all.sh"
+    assert not [o for c in code for o in c["outputs"] if o["output_type"] == "error"]
+    assert any("parameters" in c["metadata"].get("tags", []) for c in code)
+    assert max(len("".join(c["source"]).splitlines()) for c in code) <= 40
+    assert not re.search(r"(?<![\w.])/(?:root|work|tmp|home)/|sys\.path", text)
+    assert "profile.name ==" not in text and "profile.name !=" not in text
