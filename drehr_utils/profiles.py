@@ -34,7 +34,7 @@ class Profile:
     bootstrap_samples: int = 1000
     randomizations: int = 10_000
     seed: int = 0
-    lora: bool = False
+    lora: bool = False  # train low-rank adapters only (DR.EHR-large)
     save_steps: int = 25
     figures: Path = ROOT / "figures"
 
@@ -102,8 +102,9 @@ PROFILES = {p.name: p for p in (_OPEN, _SMOKE, _MIMIC)}
 def load_profile(name: str | None = None) -> Profile:
     """The profile by name (default: the variable DREHR_PROFILE, else `open`).
 
-    Under `mimic`, paths and the model come from DREHR_NOTES, DREHR_BENCHMARK, DREHR_BIOS, DREHR_ENCODER and
-    DREHR_POOLING where they are set. Raises DataError for an unknown name."""
+    Under `mimic`, paths and the model come from DREHR_NOTES, DREHR_BENCHMARK, DREHR_BIOS, DREHR_ENCODER,
+    DREHR_POOLING and DREHR_LORA (1: low-rank adapters, for a decoder) where they are set.
+    Raises DataError for an unknown name."""
     name = name or os.environ.get("DREHR_PROFILE") or "open"
     if name not in PROFILES:
         raise DataError(f"profile {name!r}: there is none; use {', '.join(PROFILES)}")
@@ -116,6 +117,7 @@ def load_profile(name: str | None = None) -> Profile:
         "bios": ("DREHR_BIOS", Path),
         "encoder": ("DREHR_ENCODER", str),
         "pooling": ("DREHR_POOLING", str),
+        "lora": ("DREHR_LORA", lambda value: value == "1"),
     }
     changes = {f: make(os.environ[variable]) for f, (variable, make) in given.items() if os.environ.get(variable)}
     return replace(profile, **changes)
