@@ -18,6 +18,7 @@ from drehr_utils import (
     artifacts,
     cliniq,
     corpus,
+    drift,
     encoders,
     kg,
     llm,
@@ -191,9 +192,22 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
         ids = graph.cuis(term)
         return frozenset(ids) if len(ids) == 1 else frozenset()
 
-    names = clinical_concepts(profile) if concepts else []
+    @cache
+    def broader(ids: frozenset[str]) -> frozenset[str]:
+        parents = {parent for cui in ids for parent in graph.hypernyms(cui)}
+        return frozenset(parents | {above for cui in parents for above in graph.hypernyms(cui)})
+
+    @cache
+    def related(ids: frozenset[str]) -> frozenset[str]:
+        return frozenset(other for cui in ids for _, other in graph.related(cui))
+
     return training.GraphView(
-        lambda text: positives.alias_spans(text, graph, matcher(profile)), concepts_in, concepts_of, names
+        spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
+        concepts_in=concepts_in,
+        broader=broader,
+        related=related,
+        concepts_of=concepts_of,
+        names=clinical_concepts(profile) if concepts else [],
     )
 
 
@@ -222,7 +236,8 @@ def _train(profile: Profile, stage: str, config: training.StageConfig, start: Pa
         encoders.add_lora(encoder)
     sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
     view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
-    data = TrainingSet.build(chunks(profile), sets, config.sources, view)
+    others = drift.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
+    data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
     work = profile.cache / "checkpoints" / folder.name
     curve = training.train_stage(encoder, data, config, work, save_steps=profile.save_steps)
     partial = folder.with_name(f"partial-{folder.name}")
@@ -245,7 +260,7 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
         if config is not None:
             uses_graph = stage == "stage1" or config.uses_graph
             graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
-            key = artifacts.digest(key, stage, config, *graph)
+            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []))
             folder = _train(profile, stage, config, folder, key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if recipe.own_share < 1:

@@ -57,7 +57,11 @@ _IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook
     both_ways=True,
     mask_false_negatives=True,
     complete_labels=True,
+    complete_hypernyms=True,
+    leave_out_related=True,
     substitution=0.4,
+    keep=10.0,
+    kept_per_chunk=2,
 )
 _OPEN = Profile(
     name="open",
