@@ -140,14 +140,14 @@ class _SpanTable:
         self.keys, self.ids = np.zeros(_slots(2 * len(terms)), np.uint64), np.zeros(_slots(2 * len(terms)), np.int32)
         # About as many prefixes that end as a walk's steps do, as there are other characters in the terms.
         inner = sum(not c.isalnum() for term in terms for c in term)
-        self.flags = np.zeros(_slots(6 * (inner + len(terms))), np.uint8)
+        self.flags = np.zeros(_slots(3 * (inner + len(terms))), np.uint8)
         for block in _blocks(terms):
             row = self._hashed([terms[i] for i in block])
             ends = row.ends[1:]
             term = np.searchsorted(row.stops, ends)
             hashes = self._span_hashes(row.prefix[ends], row.starts[term], row.prefix[row.starts[term]])
             whole = ends == row.stops[term]
-            slots = hashes >> _shift(self.flags)
+            slots = self._slots_of(self.flags, hashes)
             self.flags[slots[~whole]] |= _PREFIX
             self.flags[slots[whole]] |= _TERM
             self._insert(hashes[whole] | np.uint64(1), np.array(block, np.int32))
@@ -158,15 +158,17 @@ class _SpanTable:
             self._powers = np.full(len(row), _BASE, np.uint64).cumprod()
             self._inverses = np.full(len(row), _INVERSE, np.uint64).cumprod()
         if row.isascii():
-            codes = np.frombuffer(row.encode(), np.uint8)
-            ends_a_term, opens_a_term = _classes(128)
+            row = row.encode()
+            codes = np.frombuffer(row, np.uint8)
+            ends_a_term, opens_a_term = _classes(256)
+            ends = np.frombuffer(row.translate(ends_a_term.tobytes()), bool).nonzero()[0]  # faster than indexing
         else:
             codes = np.frombuffer(row.encode("utf-32-le", "surrogatepass"), np.uint32)
             ends_a_term, opens_a_term = _classes(_slots(int(codes.max()) + 1))
+            ends = ends_a_term[codes].nonzero()[0]
         stops = np.fromiter(map(len, texts), np.int64, len(texts)) + 1
         stops = np.cumsum(stops, out=stops)
         starts = np.concatenate([[1], stops[:-1] + 1])
-        ends = np.flatnonzero(ends_a_term[codes])
         prefix = np.empty(len(row) + 1, np.uint64)
         prefix[0] = 0
         np.multiply(codes, self._powers[: len(row)], out=prefix[1:])
@@ -178,45 +180,53 @@ class _SpanTable:
         """Hashes that depend on a span's characters, not on its place in the row."""
         return (prefix_at_end - prefix_at_start) * (self._inverses[starts] * _SPREAD)
 
+    def _slots_of(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+        return (hashes >> np.uint64(65 - len(table).bit_length())).view(np.int64)
+
     def _insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
-        slots = (keys >> _shift(self.keys)).astype(np.int64)
+        slots = self._slots_of(self.keys, keys)
         while len(keys):
             free = self.keys[slots] == 0
             self.keys[slots[free]], self.ids[slots[free]] = keys[free], ids[free]
             left = ~free | (self.ids[slots] != ids)  # of several that took one slot, the last has it
-            keys, ids, slots = keys[left], ids[left], (slots[left] + 1) % len(self.keys)
+            keys, ids, slots = keys[left], ids[left], (slots[left] + 1) & (len(self.keys) - 1)
 
     def _lookup(self, keys: np.ndarray) -> np.ndarray:
         """The term's index for each key, -1 where there is none."""
         found = np.full(len(keys), -1, np.int32)
-        of, slots = np.arange(len(keys)), (keys >> _shift(self.keys)).astype(np.int64)
+        of, slots = np.arange(len(keys)), self._slots_of(self.keys, keys)
         while len(of):
-            there = self.keys[slots]
+            there = self.keys.take(slots)
             equal = there == keys
-            found[of[equal]] = self.ids[slots[equal]]
-            on = np.flatnonzero(~equal & (there != 0))
-            of, keys, slots = of[on], keys[on], (slots[on] + 1) % len(self.keys)
+            found[of[equal]] = self.ids.take(slots[equal])
+            on = (~equal & (there != 0)).nonzero()[0]
+            of, keys, slots = of.take(on), keys.take(on), (slots.take(on) + 1) & (len(self.keys) - 1)
         return found
 
     def _longest(self, row: _Hashed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(start, end, term's index) of the longest term at each place where one starts."""
-        at_ends = row.prefix[row.ends]
-        step = np.flatnonzero(row.opens[:-1])  # index into `ends`: the character before the start, then the end tried
-        starts = row.ends[step] + 1
+        # `take` throughout: it is about twice as fast as an index in brackets.
+        at_ends = row.prefix.take(row.ends)
+        step = row.opens[:-1].nonzero()[0]  # index into `ends`: the character before the start, then the end tried
+        starts = row.ends.take(step) + 1
         step += 1
-        step += row.ends[step] == starts  # no empty span: where a term starts with such a character itself
-        walk = np.flatnonzero(step < len(row.ends))  # not from the row's very end; all others are in bounds
-        step, origin, scale = step[walk], row.prefix[starts[walk]], self._inverses[starts[walk]] * _SPREAD
+        step += row.ends.take(step) == starts  # no empty span: where a term starts with such a character itself
+        walk = (step < len(row.ends)).nonzero()[0]  # not from the row's very end; all others are in bounds
+        step, from_ = step.take(walk), starts.take(walk)
+        origin, scale = row.prefix.take(from_), self._inverses.take(from_)
+        scale *= _SPREAD
         tried = []
         while len(walk):
-            hashes = at_ends[step]
+            hashes = at_ends.take(step)
             hashes -= origin
             hashes *= scale
-            flags = self.flags[hashes >> _shift(self.flags)]
-            hit = np.flatnonzero(flags & _TERM)
-            tried.append((walk[hit], step[hit], hashes[hit]))
-            on = np.flatnonzero(flags & _PREFIX)
-            walk, step, origin, scale = walk[on], step[on] + 1, origin[on], scale[on]
+            flags = self.flags.take(self._slots_of(self.flags, hashes))
+            hit = (flags >= _TERM).nonzero()[0]
+            tried.append((walk.take(hit), step.take(hit), hashes.take(hit)))
+            flags &= _PREFIX
+            on = flags.view(bool).nonzero()[0]
+            walk, step, origin, scale = walk.take(on), step.take(on), origin.take(on), scale.take(on)
+            step += 1
             if len(step) and step[-1] == len(row.ends):
                 walk, step, origin, scale = walk[:-1], step[:-1], origin[:-1], scale[:-1]
         if not tried:
@@ -233,12 +243,13 @@ class _SpanTable:
         """Matches of each text; None if any span was taken for a term with the same hash (not seen so far)."""
         row = self._hashed(texts)
         starts, ends, ids = _without_overlaps(*self._longest(row))
-        names = [terms[i] for i in ids.tolist()]
+        lengths = ends - starts
+        names = list(map(terms.__getitem__, ids.tolist()))
         first = np.append(np.searchsorted(starts, row.starts), len(starts))  # each text's first match
         if not (
-            np.array_equal(self.lengths[ids], ends - starts)
+            np.array_equal(lengths, self.lengths.take(ids))
             and np.array_equal(np.searchsorted(ends, row.stops, side="right"), first[1:])  # none runs on into the next
-            and _characters(row.codes, starts, ends) == "".join(names).encode(_encoding(row.codes), "surrogatepass")
+            and _characters(row.codes, starts, lengths) == "".join(names).encode(_encoding(row.codes), "surrogatepass")
         ):
             return None
         base = np.repeat(row.starts, np.diff(first))
@@ -250,10 +261,6 @@ class _SpanTable:
 def _slots(least: int) -> int:
     """The power of two from `least` on, and at least 128."""
     return 1 << max(7, (least - 1).bit_length())
-
-
-def _shift(table: np.ndarray) -> np.uint64:
-    return np.uint64(65 - len(table).bit_length())
 
 
 def _without_overlaps(starts: np.ndarray, ends: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -274,9 +281,7 @@ def _encoding(codes: np.ndarray) -> str:
     return "utf-32-le" if codes.itemsize == 4 else "utf-8"
 
 
-def _characters(codes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> bytes:
-    """The characters of all spans, which don't overlap, one after the other."""
-    edges = np.zeros(len(codes) + 1, np.int8)
-    edges[starts] = 1
-    edges[ends] -= 1
-    return codes[np.cumsum(edges, dtype=np.int8)[:-1].view(bool)].tobytes()
+def _characters(codes: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> bytes:
+    """The characters of all spans, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    return codes.take(np.arange(lengths.sum()) + np.repeat(starts - before, lengths)).tobytes()
