@@ -1,8 +1,9 @@
 """Longest-match recognition of knowledge-graph terms in chunks (DR.EHR §3.1).
 
-One text goes through an Aho-Corasick automaton. Many texts go through a table of hashed terms, walked from all words at
-once: the automaton reads character after character (about 600 a chunk, each a step that waits for memory) and hands
-over each hit as a Python object, the table takes a word a step and stays in numpy until the matches are known."""
+`find` sends one text through an Aho-Corasick automaton. `find_all` looks many texts up in a table of hashed terms: the
+automaton reads every character, one after the other, and hands over each hit as a Python object, which alone takes
+three quarters of the time that the whole of `find_all` does (tests/benchmarks/bench_matching.py); the table takes a
+word a step, for all words of many chunks at once in numpy. Both give the plain left-to-right longest match."""
 
 from __future__ import annotations
 
@@ -51,11 +52,13 @@ class EntityMatcher:
             store_patterns=False,
             implementation=Implementation.ContiguousNFA,
         )
+        letters = set().union(*self.terms)
+        self._stop = next(c for c in map(chr, range(1, 1 << 16)) if not (c.isalnum() or c in letters))
         self._table = _SpanTable(self.terms)
 
     def find(self, text: str) -> list[Match]:
         """The matches in `text`, which the caller has lower-cased as the terms are, in order."""
-        marked = f" {_marked(text)} "
+        marked = f" {_marked(text)}{self._stop}"
         hits = self._automaton.find_matches_as_indexes(marked, overlapping=True)
         # start -> (end, term). Hits come in the order of their ends, so the last one of a start is the longest.
         longest = {start: (end, index) for index, start, end in hits if not marked[end].isalnum()}
@@ -93,7 +96,7 @@ _PREFIX, _TERM = 1, 2
 
 
 def _blocks(texts: Sequence[str]) -> Iterator[list[int]]:
-    """Indices of texts to hash together. Those in ASCII go first, as bytes; one other makes a block four times wider."""
+    """Indices of texts to hash together. First those in ASCII: one other widens a block from bytes to words."""
     block, size = [], 0
     for kind in (True, False):
         for i, text in enumerate(texts):
@@ -137,41 +140,45 @@ class _SpanTable:
     def __init__(self, terms: list[str]):
         self._powers = self._inverses = np.ones(0, np.uint64)
         self.lengths = np.fromiter(map(len, terms), np.int32, len(terms))
-        self.keys, self.ids = np.zeros(_slots(2 * len(terms)), np.uint64), np.zeros(_slots(2 * len(terms)), np.int32)
-        # About as many prefixes that end as a walk's steps do, as there are other characters in the terms.
+        self.keys, self.ids = (
+            np.zeros(_power_of_two(2 * len(terms)), np.uint64),
+            np.zeros(_power_of_two(2 * len(terms)), np.int32),
+        )
+        # A span for each term, and at most one for each place in it where a step of a walk can end.
         inner = sum(not c.isalnum() for term in terms for c in term)
-        self.flags = np.zeros(_slots(3 * (inner + len(terms))), np.uint8)
+        self.flags = np.zeros(_power_of_two(3 * (inner + len(terms))), np.uint8)
         for block in _blocks(terms):
             row = self._hashed([terms[i] for i in block])
             ends = row.ends[1:]
             term = np.searchsorted(row.stops, ends)
             hashes = self._span_hashes(row.prefix[ends], row.starts[term], row.prefix[row.starts[term]])
             whole = ends == row.stops[term]
-            slots = self._slots_of(self.flags, hashes)
+            slots = self._slots(self.flags, hashes)
             self.flags[slots[~whole]] |= _PREFIX
             self.flags[slots[whole]] |= _TERM
             self._insert(hashes[whole] | np.uint64(1), np.array(block, np.int32))
 
     def _hashed(self, texts: list[str]) -> _Hashed:
         row = "\n".join(["", *texts, ""])
-        if len(row) > len(self._powers):
-            self._powers = np.full(len(row), _BASE, np.uint64).cumprod()
-            self._inverses = np.full(len(row), _INVERSE, np.uint64).cumprod()
+        size = len(row)
+        if size > len(self._powers):
+            self._inverses = np.full(size, _INVERSE, np.uint64).cumprod()
+            self._powers = np.full(size, _BASE, np.uint64).cumprod()
         if row.isascii():
-            row = row.encode()
-            codes = np.frombuffer(row, np.uint8)
-            ends_a_term, opens_a_term = _classes(256)
-            ends = np.frombuffer(row.translate(ends_a_term.tobytes()), bool).nonzero()[0]  # faster than indexing
+            octets = row.encode()
+            codes = np.frombuffer(octets, np.uint8)
+            ends_a_term, opens_a_term = _classes(256)  # bytes.translate asks for all 256, and is faster than an index
+            ends = np.frombuffer(octets.translate(ends_a_term.tobytes()), bool).nonzero()[0]
         else:
-            codes = np.frombuffer(row.encode("utf-32-le", "surrogatepass"), np.uint32)
-            ends_a_term, opens_a_term = _classes(_slots(int(codes.max()) + 1))
+            codes = np.frombuffer(row.encode("utf-32-le"), np.uint32)
+            ends_a_term, opens_a_term = _classes(_power_of_two(int(codes.max()) + 1))
             ends = ends_a_term[codes].nonzero()[0]
         stops = np.fromiter(map(len, texts), np.int64, len(texts)) + 1
         stops = np.cumsum(stops, out=stops)
         starts = np.concatenate([[1], stops[:-1] + 1])
-        prefix = np.empty(len(row) + 1, np.uint64)
+        prefix = np.empty(size + 1, np.uint64)
         prefix[0] = 0
-        np.multiply(codes, self._powers[: len(row)], out=prefix[1:])
+        np.multiply(codes, self._powers[:size], out=prefix[1:])
         prefix[stops + 1] = _SEPARATOR
         np.cumsum(prefix, out=prefix)
         return _Hashed(codes, starts, stops, ends, opens_a_term[codes[ends]], prefix)
@@ -180,11 +187,11 @@ class _SpanTable:
         """Hashes that depend on a span's characters, not on its place in the row."""
         return (prefix_at_end - prefix_at_start) * (self._inverses[starts] * _SPREAD)
 
-    def _slots_of(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    def _slots(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
         return (hashes >> np.uint64(65 - len(table).bit_length())).view(np.int64)
 
     def _insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
-        slots = self._slots_of(self.keys, keys)
+        slots = self._slots(self.keys, keys)
         while len(keys):
             free = self.keys[slots] == 0
             self.keys[slots[free]], self.ids[slots[free]] = keys[free], ids[free]
@@ -194,7 +201,7 @@ class _SpanTable:
     def _lookup(self, keys: np.ndarray) -> np.ndarray:
         """The term's index for each key, -1 where there is none."""
         found = np.full(len(keys), -1, np.int32)
-        of, slots = np.arange(len(keys)), self._slots_of(self.keys, keys)
+        of, slots = np.arange(len(keys)), self._slots(self.keys, keys)
         while len(of):
             there = self.keys.take(slots)
             equal = there == keys
@@ -212,15 +219,15 @@ class _SpanTable:
         step += 1
         step += row.ends.take(step) == starts  # no empty span: where a term starts with such a character itself
         walk = (step < len(row.ends)).nonzero()[0]  # not from the row's very end; all others are in bounds
-        step, from_ = step.take(walk), starts.take(walk)
-        origin, scale = row.prefix.take(from_), self._inverses.take(from_)
+        step, at = step.take(walk), starts.take(walk)
+        origin, scale = row.prefix.take(at), self._inverses.take(at)
         scale *= _SPREAD
         tried = []
         while len(walk):
             hashes = at_ends.take(step)
             hashes -= origin
             hashes *= scale
-            flags = self.flags.take(self._slots_of(self.flags, hashes))
+            flags = self.flags.take(self._slots(self.flags, hashes))
             hit = (flags >= _TERM).nonzero()[0]
             tried.append((walk.take(hit), step.take(hit), hashes.take(hit)))
             flags &= _PREFIX
@@ -249,7 +256,7 @@ class _SpanTable:
         if not (
             np.array_equal(lengths, self.lengths.take(ids))
             and np.array_equal(np.searchsorted(ends, row.stops, side="right"), first[1:])  # none runs on into the next
-            and _characters(row.codes, starts, lengths) == "".join(names).encode(_encoding(row.codes), "surrogatepass")
+            and _characters(row.codes, starts, lengths) == "".join(names).encode(_encoding(row.codes))
         ):
             return None
         base = np.repeat(row.starts, np.diff(first))
@@ -258,7 +265,7 @@ class _SpanTable:
         return [matches[a:b] for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)]
 
 
-def _slots(least: int) -> int:
+def _power_of_two(least: int) -> int:
     """The power of two from `least` on, and at least 128."""
     return 1 << max(7, (least - 1).bit_length())
 
