@@ -234,8 +234,9 @@ class _SpanTable:
             on = flags.view(bool).nonzero()[0]
             walk, step, origin, scale = walk.take(on), step.take(on), origin.take(on), scale.take(on)
             step += 1
-            if len(step) and step[-1] == len(row.ends):
-                walk, step, origin, scale = walk[:-1], step[:-1], origin[:-1], scale[:-1]
+            if len(step) and step[-1] == len(row.ends):  # past the row's end; `step` never falls
+                inside = int(np.searchsorted(step, len(row.ends)))
+                walk, step, origin, scale = walk[:inside], step[:inside], origin[:inside], scale[:inside]
         if not tried:
             return (np.zeros(0, np.int64),) * 3
         walk, step, hashes = map(np.concatenate, zip(*tried, strict=True))

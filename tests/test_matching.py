@@ -99,6 +99,7 @@ def test_same_matches_as_the_reference_on_random_text(letters):
     assert sum(map(len, expected)) > 500
     assert [[tuple(m) for m in matcher.find(text)] for text in texts] == expected
     assert [[tuple(m) for m in found] for found in matcher.find_all(texts)] == expected
+    assert [[tuple(m) for m in matcher.find_all([text])[0]] for text in texts] == expected  # each at the row's end
 
 
 def test_same_matches_as_the_reference_on_all_open_notes():
