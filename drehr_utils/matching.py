@@ -1,9 +1,9 @@
 """Longest-match recognition of knowledge-graph terms in chunks (DR.EHR §3.1).
 
-`find` sends one text through an Aho-Corasick automaton. `find_all` looks many texts up in a table of hashed terms: the
-automaton reads every character, one after the other, and hands over each hit as a Python object, which alone takes
-three quarters of the time that the whole of `find_all` does (tests/benchmarks/bench_matching.py); the table takes a
-word a step, for all words of many chunks at once in numpy. Both give the plain left-to-right longest match."""
+`find` sends one text through an Aho-Corasick automaton. `find_all`, for a corpus, looks texts up in a table of hashed
+terms: the automaton reads every character, one after the other, and hands each hit over as a Python object; the table
+takes a word a step, for all words of many chunks at once in numpy. Both give the plain left-to-right longest match, and
+tests/benchmarks/bench_matching.py times both."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class EntityMatcher:
             store_patterns=False,
             implementation=Implementation.ContiguousNFA,
         )
+        # Closes a text for the automaton. No term holds it, so none can reach beyond the text.
         letters = set().union(*self.terms)
         self._stop = next(c for c in map(chr, range(1, 1 << 16)) if not (c.isalnum() or c in letters))
         self._table = _SpanTable(self.terms)
@@ -140,10 +141,8 @@ class _SpanTable:
     def __init__(self, terms: list[str]):
         self._powers = self._inverses = np.ones(0, np.uint64)
         self.lengths = np.fromiter(map(len, terms), np.int32, len(terms))
-        self.keys, self.ids = (
-            np.zeros(_power_of_two(2 * len(terms)), np.uint64),
-            np.zeros(_power_of_two(2 * len(terms)), np.int32),
-        )
+        slots = _power_of_two(2 * len(terms))
+        self.keys, self.ids = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)  # key 0: a free slot
         # A span for each term, and at most one for each place in it where a step of a walk can end.
         inner = sum(not c.isalnum() for term in terms for c in term)
         self.flags = np.zeros(_power_of_two(3 * (inner + len(terms))), np.uint8)
@@ -248,7 +247,9 @@ class _SpanTable:
         return starts[walk[best]], row.ends[step[best]], ids[best]
 
     def find(self, texts: list[str], terms: list[str]) -> list[list[Match]] | None:
-        """Matches of each text; None if any span was taken for a term with the same hash (not seen so far)."""
+        """Matches of each text; None if a span was taken for a term that only has its hash.
+
+        Every match is held to the term's characters. A NUL adds nothing to a hash; else that takes a clash of 64 bits."""
         row = self._hashed(texts)
         starts, ends, ids = _without_overlaps(*self._longest(row))
         lengths = ends - starts
