@@ -13,7 +13,8 @@ THUMedInfo/CliniQ), as its README, preprocessing and evaluation scripts describe
 
 The judgments point into chunks by number, so the notes are cut as the authors' script cuts them, which differs from
 corpus.clean: the first discharge summary of an admission in NOTEEVENTS; all that stands in square brackets on a line
-goes; 100 words with 10 shared. Letters are lower-cased, as the paper says (the script leaves them; chunks are the same).
+goes; 100 words with 10 shared. Letters are lower-cased, as the paper says; the script leaves them, which changes no
+chunk's bounds.
 
 The release doesn't say which queries are a patient's own. A patient's searches here are the queries that have a
 relevant chunk in the note (§4.1), which gives the paper's 27.9 a patient; in the qrels' last column a query that has a
@@ -199,14 +200,14 @@ def origins(release: Release) -> dict[Pair, str]:
 
 
 def string_share(release: Release, benchmark: Benchmark) -> float:
-    """Share of the release's string matches whose query stands in the chunk: near 1 where the chunks are the authors'."""
+    """Share of the release's string matches whose query stands in the chunk: near 1 where ours are the authors'."""
     strings = [pair for pair, kind in release.judgments.items() if kind == "string"]
     hits = sum(release.queries[query_id] in benchmark.corpus[chunk_id] for query_id, chunk_id in strings)
     return hits / len(strings) if strings else float("nan")
 
 
 def table1(benchmark: Benchmark) -> pd.DataFrame:
-    """CliniQ's Table 1 of the joined benchmark, the paper's beside it: equal where release and MIMIC are the paper's."""
+    """CliniQ's Table 1 of the joined benchmark, the paper's beside it: equal where release and MIMIC are theirs."""
     return tables.with_paper(statistics_rows(benchmark), tables.paper_figures("cliniq", 1), append=False)
 
 
