@@ -10,7 +10,8 @@ import scipy.stats
 from sklearn.metrics import accuracy_score, cohen_kappa_score
 
 from drehr_utils.evaluation import RESULT_COLUMNS, bootstrap_interval
-from drehr_utils.judging import NOT_RELEVANT, Pair
+from drehr_utils.judging import NOT_RELEVANT, Pair, combine_judgments
+from drehr_utils.tables import paper_figures
 
 
 def relevance_kappa(a: Sequence[bool], b: Sequence[bool]) -> float:
@@ -71,3 +72,23 @@ def agreement_rows(
         for group, metric, values in (("relevance", "kappa", kappa), ("match types", "accuracy", accuracy))
     ]
     return pd.DataFrame(rows, columns=RESULT_COLUMNS)
+
+
+def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], n: int = 1000, seed: int = 0) -> pd.DataFrame:
+    """CliniQ's Table 2 times 100: two judges with each other, each with the final judgments, and the paper's figures.
+
+    `judges` are the first, the second and the adjudicator's labels (judging.combine_judgments); of a single judge
+    nothing can be said, and only the paper's rows are there."""
+    frames = []
+    if len(judges) > 1:
+        first, second = judges[:2]
+        final = combine_judgments(*judges)
+        for name, a, b in (
+            ("Judge A with judge B", first, second),
+            ("Judge A with the final", first, final),
+            ("Judge B with the final", second, final),
+        ):
+            frames.append(agreement_rows(name, a, b, pairs, n, seed))
+    paper = paper_figures("cliniq", 2)
+    frames.append(paper.assign(paper=100 * paper["value"]).reindex(columns=RESULT_COLUMNS))
+    return pd.concat(frames, ignore_index=True)

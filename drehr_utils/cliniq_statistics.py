@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from drehr_utils.cliniq import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.evaluation import RESULT_COLUMNS, bootstrap_interval
 from drehr_utils.plots import PALETTE, SINGLE_COLUMN
+from drehr_utils.tables import paper_figures
 
 
 def _long(rows: list[tuple]) -> pd.DataFrame:
@@ -111,3 +112,14 @@ def share_rows(benchmark: Benchmark, n: int = 1000, seed: int = 0) -> pd.DataFra
         shares = is_kind.mean(axis=0)
         rows += [("", group, f"{kind} (%)", shares[i], low[i], high[i]) for i, kind in enumerate(MATCH_TYPES)]
     return _long(rows)
+
+
+def shares_with_paper(shares: pd.DataFrame) -> pd.DataFrame:
+    """share_rows with what the paper says: its Table 1 gives the shares of all, its §5.1 that of strings in drugs'."""
+    table1 = paper_figures("cliniq", 1).query("setting == 'multi'").set_index("group")["value"]
+    total = table1["relevance judgment"]
+    known = {("all", f"{kind} (%)"): 100 * table1[kind] / total for kind in MATCH_TYPES}
+    text = paper_figures("cliniq", "figure 5")
+    known.update(zip(zip(text["group"], text["metric"], strict=True), text["value"], strict=True))
+    keys = zip(shares["group"], shares["metric"], strict=True)
+    return shares.assign(paper=[known.get(key, np.nan) for key in keys])

@@ -34,10 +34,8 @@ class Settings:
 
 def settings(profile: Profile) -> Settings:
     """The profile's construction: CliniQ's 1,000 notes where there is a real corpus, the open test notes otherwise."""
-    open_test = Settings("test", profile.benchmark)
-    return {"mimic": Settings("all", None, sample=1000), "smoke": replace(open_test, split="dev")}.get(
-        profile.name, open_test
-    )
+    real = Settings("all", None, sample=1000)
+    return {"mimic": real}.get(profile.name, Settings("test", profile.benchmark))
 
 
 def split_notes(folder: Path, split: str, sample: int | None = None, seed: int = 0) -> list[Note]:

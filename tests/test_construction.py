@@ -66,6 +66,15 @@ def test_agreement_of_the_recorded_judges(rebuilt):
     assert again["low"].equals(rows["low"])
 
 
+def test_table2_has_both_comparisons_and_the_papers(rebuilt):
+    _, draft, strings, judges = rebuilt
+    pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
+    table = agreement.table2(judges, pairs, n=50)
+    paper = table[table["paper"].notna()].set_index(["system", "metric"])["paper"]
+    assert paper["GPT-4o", "kappa"] == pytest.approx(98.5) and len(paper) == 6
+    assert len(table) == 6 + (6 if len(judges) == 3 else 0)
+
+
 def test_kappa_worked_by_hand_and_against_scikit_learn():
     # 20 both, 5 and 10 one, 15 neither of 50: observed 0.7, expected 0.5*0.6 + 0.5*0.4 = 0.5, kappa 0.4.
     assert agreement.kappa_from_counts(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
@@ -114,6 +123,10 @@ def test_lengths_and_shares_against_the_files():
     shares = cliniq_statistics.share_rows(benchmark, n=50).set_index(["group", "metric"])["ours"]
     assert shares["drug", "string (%)"] == pytest.approx(100 * counts.loc["drug", "string"] / counts.loc["drug"].sum())
     assert shares["all"].sum() == pytest.approx(100)
+    beside = cliniq_statistics.shares_with_paper(cliniq_statistics.share_rows(benchmark, n=50))
+    paper = beside.set_index(["group", "metric"])["paper"]
+    assert paper["all"].sum() == pytest.approx(100) and paper["all", "string (%)"] == pytest.approx(37.755, abs=0.001)
+    assert paper["drug", "string (%)"] == 70 and paper["disease"].isna().all()
 
 
 def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():

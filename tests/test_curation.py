@@ -1,4 +1,4 @@
-"""Query curation: the paper's own example, hand-worked titles and orders, the recorded curation, a real local server."""
+"""Query curation: the paper's own example, hand-worked titles and orders, the recorded curation, a real server."""
 
 from collections import Counter
 from pathlib import Path
