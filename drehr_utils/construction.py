@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from drehr_utils import asking, corpus, curation, judging, llm
 from drehr_utils.cliniq import QRELS_COLUMNS, Benchmark, Patient
@@ -153,20 +154,28 @@ def judge_files(profile: Profile) -> list[Path]:
     return sorted((chosen.recorded / chosen.split / "judgments").glob("judge_*.tsv"))
 
 
-def profile_judgments(profile: Profile, draft: Benchmark, strings: set[Pair]) -> list[dict[Pair, str]]:
+def profile_judgments(
+    profile: Profile, draft: Benchmark, strings: set[Pair]
+) -> tuple[list[dict[Pair, str]], pd.DataFrame]:
     """Each judge's labels, then the adjudicator's where there are two: recorded, or one language model's.
 
+    And what there is to count: pairs by judge and label; of a model also requests, malformed lines, unjudged pairs.
     Raises DataError where answers are missing and no server is set (llm.server_from_env)."""
     files = judge_files(profile)
     if files:
         third = files[0].with_name("adjudicated.tsv")
-        return [judging.read_judgments(path, draft, strings) for path in [*files, *([third] if files[1:] else [])]]
+        files = [*files, *([third] if files[1:] else [])]
+        judges = [judging.read_judgments(path, draft, strings) for path in files]
+        counts = {
+            path.stem: pd.Series(list(judge.values())).value_counts() for path, judge in zip(files, judges, strict=True)
+        }
+        return judges, pd.DataFrame(counts).reindex(judging.LABELS).fillna(0).astype(int).rename_axis("what")
     chosen = settings(profile).judging
     questions = judging.judgment_questions(draft, strings, chosen)
     judged = judging.judge(
         draft, questions, server=llm.server_from_env(), store=judgment_store(profile), settings=chosen
     )
-    return [judged.labels]
+    return [judged.labels], judged.frame().set_index("what")
 
 
 def judgment_store(profile: Profile) -> Path:

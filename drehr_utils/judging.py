@@ -128,10 +128,6 @@ class JudgingCost:
     prompt_tokens: int
     answer_tokens: int
 
-    def frame(self) -> pd.DataFrame:
-        rows = [(name.replace("_", " "), value) for name, value in vars(self).items()]
-        return pd.DataFrame(rows, columns=["what", "count"])
-
 
 def judging_cost(questions: Iterable[Question], settings: JudgingSettings = JudgingSettings()) -> JudgingCost:
     """The cost of asking `questions`, before anything is sent: 4 characters a token, a fixed length an answer line."""

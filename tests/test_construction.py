@@ -201,4 +201,15 @@ def test_each_profile_has_settings_and_only_mimic_makes_its_judgments_anew():
         chosen = construction.settings(load_profile(name))
         assert (chosen.recorded is None) == (name == "mimic")
     assert construction.judge_files(load_profile("mimic")) == []
+
+
+def test_the_open_profiles_steps_give_the_published_benchmark():
+    profile = load_profile("open")
+    notes, admissions = construction.profile_notes(profile)
+    draft = construction.draft_benchmark(notes, admissions, construction.profile_curation(profile, admissions))
+    strings = judging.string_matches(draft.queries, draft.corpus)
+    judges, counted = construction.profile_judgments(profile, draft, strings)
+    benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(*judges))
+    assert benchmark == load_benchmark(OPEN_CLINIQ, "test")
+    assert counted["judge_a"].sum() == 6258 and counted.loc["not relevant", "adjudicated"] == 108
     assert [path.name for path in construction.judge_files(load_profile("open"))] == ["judge_a.tsv", "judge_b.tsv"]
