@@ -163,8 +163,12 @@ def difference(
     """
     a, b = (frame[frame["metric"] == metric].set_index("search_id") for frame in (a, b))
     queries = sorted({*a["query_id"], *b["query_id"]})
-    if a.empty or b.empty or len(queries) < 2:
-        return dict.fromkeys(("ours", "low", "high", "p"), float("nan"))
+    found = dict.fromkeys(("ours", "low", "high", "p"), float("nan"))
+    if a.empty or b.empty:
+        return found
+    found["ours"] = float(a["value"].mean() - b["value"].mean())
+    if len(queries) < 2:  # nothing to draw from
+        return found
     parts = []
     for frame in (a, b):
         groups = frame.groupby("query_id")["value"].agg(["sum", "size"]).reindex(queries, fill_value=0.0)
@@ -178,16 +182,11 @@ def difference(
         parts, statistic, n_resamples=n, paired=True, axis=0, vectorized=True, method="percentile",
         rng=np.random.default_rng(seed),
     ).bootstrap_distribution  # fmt: skip
-    low, high = np.nanpercentile(drawn, [2.5, 97.5])
-    p = float("nan")
+    found["low"], found["high"] = map(float, np.nanpercentile(drawn, [2.5, 97.5]))
     if set(a.index) == set(b.index):
-        paired = b.loc[a.index]
-        p = float(
-            paired_randomization_test(
-                a["value"].to_numpy(), paired["value"].to_numpy(), a["query_id"].to_numpy(), randomizations, seed
-            )
-        )
-    return {"ours": a["value"].mean() - b["value"].mean(), "low": float(low), "high": float(high), "p": p}
+        paired, groups = b.loc[a.index, "value"].to_numpy(), a["query_id"].to_numpy()
+        found["p"] = float(paired_randomization_test(a["value"].to_numpy(), paired, groups, randomizations, seed))
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from tokenizers.processors import Sequence as Processors
 from tokenizers.processors import TemplateProcessing
 
 from drehr_utils import artifacts, embedding_api
@@ -156,11 +155,14 @@ def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str |
 
 def _end_with_eos(tokenizer) -> None:
     """Makes the tokenizer end each text with its end-of-text token, which truncation then leaves room for."""
-    eos, backend = tokenizer.eos_token, tokenizer.backend_tokenizer
-    added = TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)])
-    if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
-        before = backend.post_processor
-        backend.post_processor = added if before is None else Processors([before, added])
+    before = tokenizer("")["input_ids"]  # what it adds by itself: nothing, or a token at the start
+    if before[-1:] == [tokenizer.eos_token_id]:
+        return
+    tokens = [*tokenizer.convert_ids_to_tokens(before), tokenizer.eos_token]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*tokens[:-1], "$A", tokens[-1]],
+        special_tokens=list(zip(tokens, [*before, tokenizer.eos_token_id], strict=True)),
+    )
 
 
 def embed_texts(

@@ -57,7 +57,10 @@ def bert(folder, seed):
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     size = tokenizer(folder, special, "[CLS] $A [SEP]")
     torch.manual_seed(seed)
-    config = BertConfig(size, 32, 2, 4, 64, max_position_embeddings=64, initializer_range=0.5)
+    config = BertConfig(
+        vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
     BertModel(config).save_pretrained(folder)
     return folder
 
