@@ -97,6 +97,45 @@ def system_scores(profile: Profile, benchmark: Benchmark, progress: bool = False
     return scores
 
 
+def registry_table(chosen: BaselineSettings) -> pd.DataFrame:
+    """The registry as a frame, one row a retriever, and which of them run under these settings."""
+    running = {spec.name: spec for spec in chosen.retrievers}
+    rows = {}
+    for name, listed in (retrievers.REGISTRY | running).items():
+        spec = running.get(name, listed)
+        rows[name] = {
+            "runs here": "yes" if name in running else "no server" if name in chosen.skipped else "",
+            "query encoder": "its own" if spec.query_model else "shared",
+            "pooling": "the server's" if spec.api else spec.pooling or "as saved",
+            "query prefix": "instruction"
+            if retrievers.TASK in spec.query_prefix
+            else "fixed"
+            if spec.query_prefix
+            else "",
+            "passage prefix": "fixed" if spec.passage_prefix else "",
+            "similarity": spec.similarity,
+            "tokens": f"{spec.query_tokens} / {spec.passage_tokens}",
+        }
+    return pd.DataFrame(rows).T
+
+
+def size_labels(chosen: BaselineSettings) -> dict[str, str]:
+    """System -> its name with parameters and dimension, Table 3's second and third column; ours are counted."""
+    published = tables.paper_figures("cliniq", 3).query("setting == ''").set_index(["system", "metric"])["value"]
+    labels = {}
+    for name in dict.fromkeys(published.index.get_level_values("system")):
+        size = published.get((name, "size (M)"))
+        parts = [] if size is None else [f"{size / 1000:g}B" if size >= 1000 else f"{size:g}M"]
+        parts.append(f"{published[name, 'dimension']:g}")
+        labels[name] = f"{name} ({', '.join(parts)})"
+    for spec in chosen.retrievers:
+        if spec.name not in labels and not spec.api:
+            models = {id(m): m for m in retrievers.load_retriever(spec, "cpu")}.values()
+            millions = sum(p.numel() for m in models for p in m.parameters()) / 1e6
+            labels[spec.name] = f"{spec.name} ({millions:.0f}M, {next(iter(models)).get_embedding_dimension()})"
+    return labels
+
+
 @cache
 def public_graph(profile: Profile) -> kg.KnowledgeGraph:
     """The open graph from the public vocabularies alone, without the concepts that were written for the open notes."""
@@ -207,7 +246,7 @@ class Finding:
 
 
 def paper_findings(chosen: BaselineSettings) -> list[Finding]:
-    """What CliniQ says of its baselines (§5.2-§5.4), each claim as comparisons that can be computed."""
+    """What CliniQ says of its baselines (§4.2.1, §5.2-§5.4), each claim as comparisons that can be computed."""
     dense = chosen.reference
     hardest = [
         Finding("implication is the hardest match", system, system, "single", "implication", "MRR", -1, "hardest other")
@@ -222,6 +261,7 @@ def paper_findings(chosen: BaselineSettings) -> list[Finding]:
         Finding("expansion costs Multi-Patient precision", EXPANDED, SPARSE, "multi", "all", "MRR", -1),
         Finding("expansion helps Multi-Patient recall", EXPANDED, SPARSE, "multi", "all", "R@100"),
         Finding("related entities add noise", RELATED, EXPANDED, "single", "all", "MRR", -1),
+        Finding("related entities reach implications", RELATED, EXPANDED, "single", "implication", "MRR"),
         Finding("RRF is best overall", FUSED, None, "single", "all", "Average"),
         Finding("RRF is best overall", FUSED, None, "multi", "all", "Average"),
         *hardest,
