@@ -1,4 +1,4 @@
-"""Single-Patient Retrieval over all open test patients: every baseline, all queries and each match type, after encoding.
+"""Single-Patient Retrieval over all open test patients: every baseline and match type, timed after encoding.
 
 python tests/benchmarks/bench_cliniq.py [--write]     # --write: also figures/benchmarks/cliniq.json
 """

@@ -2,10 +2,10 @@
 
 python tests/benchmarks/bench_latency.py [--write]     # --write: also figures/benchmarks/latency.json
 
-The corpus is the open benchmark's chunks, repeated: each copy has a tenth of its words replaced by others of the corpus,
-and each copy's embedding has noise added (exact search takes the same time whatever the vectors hold). A search is from
-the query to its 100 best chunks. Dense and hybrid times start from the query's embedding; encoding a query with MiniLM
-is timed by itself, since it depends on the model and the machine, not on the corpus.
+The corpus is the open benchmark's chunks, repeated: each copy has a tenth of its words replaced by others of the
+corpus, and its embedding has noise added (exact search takes the same time whatever the vectors hold). A search is
+from the query to its 100 best chunks. Dense and hybrid times start from the query's embedding; encoding a query with
+MiniLM is timed by itself, since it depends on the model and the machine, not on the corpus.
 """
 
 import argparse
