@@ -249,7 +249,7 @@ class _SpanTable:
     def find(self, texts: list[str], terms: list[str]) -> list[list[Match]] | None:
         """Matches of each text; None if a span was taken for a term that only has its hash.
 
-        Every match is held to the term's characters. A NUL adds nothing to a hash; else that takes a clash of 64 bits."""
+        Every match is held to the term's characters: a NUL adds nothing to a hash, and 64 bits may clash."""
         row = self._hashed(texts)
         starts, ends, ids = _without_overlaps(*self._longest(row))
         lengths = ends - starts

@@ -26,6 +26,7 @@ from drehr_utils import (
     positives,
     prompts,
     retrieval,
+    swapping,
     training,
     vocabularies,
 )
@@ -201,7 +202,13 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
     def related(ids: frozenset[str]) -> frozenset[str]:
         return frozenset(other for cui in ids for _, other in graph.related(cui))
 
+    pools = swapping.swap_pools(graph)
+
+    def swap(text: str, terms: list[str], probability: float, rng: np.random.Generator) -> tuple[str, list[str]]:
+        return swapping.swap_concepts(text, terms, find(text), graph, pools, probability, rng)
+
     return training.GraphView(
+        swap=swap,
         spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
         concepts_in=concepts_in,
         broader=broader,
@@ -260,7 +267,8 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
         if config is not None:
             uses_graph = stage == "stage1" or config.uses_graph
             graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
-            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []))
+            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []),
+                                   *([swapping] if config.swap else []))  # fmt: skip
             folder = _train(profile, stage, config, folder, key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if recipe.own_share < 1:

@@ -59,6 +59,7 @@ _IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook
     complete_labels=True,
     complete_hypernyms=True,
     leave_out_related=True,
+    swap=0.3,
     substitution=0.4,
     keep=10.0,
     kept_per_chunk=2,

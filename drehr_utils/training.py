@@ -36,6 +36,7 @@ class StageConfig:
     warmup_ratio: float = 0.1
     mask_false_negatives: bool = False  # a term that is positive for a chunk is never its negative
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
+    swap: float = 0.0  # probability that a concept of the chunk gives its place, and its label, to another
     substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
     complete_hypernyms: bool = False  # ... or a narrower one
@@ -54,7 +55,7 @@ class StageConfig:
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        return bool(self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
+        return bool(self.swap or self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class GraphView:
     """What training asks of the knowledge graph, beyond the positive sets; the default knows nothing."""
 
     spans: Callable[[str], list[tuple[int, int, list[str]]]] = lambda text: []  # positives.alias_spans of a text
+    swap: Callable[..., tuple[str, list[str]]] = lambda text, terms, probability, rng: (text, terms)
     concepts_in: Callable[[str], frozenset[str]] = lambda text: frozenset()  # ids of the concepts a text mentions
     broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
     related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
@@ -185,6 +187,8 @@ class PositivePairs(Dataset):
             text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
             return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
         terms, text = self.data.positives(i), self.data.texts[i]
+        if config.swap:
+            text, terms = graph.swap(text, terms, config.swap, rng)
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
