@@ -23,10 +23,10 @@ from drehr_utils import (
     kg,
     llm,
     losses,
+    normalization,
     positives,
     prompts,
     retrieval,
-    swapping,
     training,
     vocabularies,
 )
@@ -38,6 +38,7 @@ from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.training import Recipe, TrainingSet
 
 START = "MiniLM (start)"
+READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
 
@@ -202,13 +203,7 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
     def related(ids: frozenset[str]) -> frozenset[str]:
         return frozenset(other for cui in ids for _, other in graph.related(cui))
 
-    pools = swapping.swap_pools(graph)
-
-    def swap(text: str, terms: list[str], probability: float, rng: np.random.Generator) -> tuple[str, list[str]]:
-        return swapping.swap_concepts(text, terms, find(text), graph, pools, probability, rng)
-
     return training.GraphView(
-        swap=swap,
         spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
         concepts_in=concepts_in,
         broader=broader,
@@ -233,12 +228,21 @@ def starting_encoder(profile: Profile) -> SentenceTransformer:
     return encoders.load_encoder(profile.encoder, profile.pooling)
 
 
-def _train(profile: Profile, stage: str, config: training.StageConfig, start: Path | None, key: str) -> Path:
+def reading_names(profile: Profile) -> SentenceTransformer:
+    """The starting encoder, untrained, with a tokenizer that reads the graph's opaque names (normalization)."""
+    encoder = starting_encoder(profile)
+    normalization.read_names(encoder, normalization.opaque_names(knowledge_graph(profile), encoder.tokenizer))
+    return encoder
+
+
+def _train(
+    profile: Profile, stage: str, config: training.StageConfig, start: Path | SentenceTransformer, key: str
+) -> Path:
     """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
     folder = profile.cache / "models" / f"{stage}-{key}"
     if folder.exists():
         return folder
-    encoder = encoders.load_encoder(start) if start else starting_encoder(profile)
+    encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
     if profile.lora:
         encoders.add_lora(encoder)
     sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
@@ -246,7 +250,8 @@ def _train(profile: Profile, stage: str, config: training.StageConfig, start: Pa
     others = drift.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
     data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
     work = profile.cache / "checkpoints" / folder.name
-    curve = training.train_stage(encoder, data, config, work, save_steps=profile.save_steps)
+    reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
+    curve = training.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
     partial = folder.with_name(f"partial-{folder.name}")
     encoders.save_encoder(encoder, partial)
     curve.to_csv(partial / "loss.csv", index=False)
@@ -261,15 +266,16 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     Stages that two recipes share are trained once."""
     modules = (training, losses, encoders, positives, corpus, prompts)
     key = artifacts.digest(*modules, profile.notes, profile.max_train_notes, list(profile.recorded_answers),
-                           profile.encoder, profile.pooling, profile.lora, profile.seed)  # fmt: skip
+                           profile.encoder, profile.pooling, profile.lora, profile.seed,
+                           *([normalization] if recipe.read_names else []))  # fmt: skip
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            uses_graph = stage == "stage1" or config.uses_graph
+            uses_graph = stage == "stage1" or config.uses_graph or recipe.read_names
             graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
-            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []),
-                                   *([swapping] if config.swap else []))  # fmt: skip
-            folder = _train(profile, stage, config, folder, key)
+            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []))  # fmt: skip
+            start = folder or (reading_names(profile) if recipe.read_names else starting_encoder(profile))
+            folder = _train(profile, stage, config, start, key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if recipe.own_share < 1:
         averaged = folder.with_name(f"averaged-{artifacts.digest(key, recipe.own_share)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,6 @@ class StageConfig:
     warmup_ratio: float = 0.1
     mask_false_negatives: bool = False  # a term that is positive for a chunk is never its negative
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
-    swap: float = 0.0  # probability that a concept of the chunk gives its place, and its label, to another
     substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
     complete_hypernyms: bool = False  # ... or a narrower one
@@ -55,7 +53,7 @@ class StageConfig:
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        return bool(self.swap or self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
+        return bool(self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class Recipe:
     stage1: StageConfig | None = None
     stage2: StageConfig | None = None
     own_share: float = 1.0  # of the trained weights in their average with the starting ones; 1: no averaging
+    read_names: bool = False  # the tokenizer reads the graph's opaque names as what they stand for (normalization)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class GraphView:
     """What training asks of the knowledge graph, beyond the positive sets; the default knows nothing."""
 
     spans: Callable[[str], list[tuple[int, int, list[str]]]] = lambda text: []  # positives.alias_spans of a text
-    swap: Callable[..., tuple[str, list[str]]] = lambda text, terms, probability, rng: (text, terms)
     concepts_in: Callable[[str], frozenset[str]] = lambda text: frozenset()  # ids of the concepts a text mentions
     broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
     related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
@@ -187,8 +185,6 @@ class PositivePairs(Dataset):
             text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
             return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
         terms, text = self.data.positives(i), self.data.texts[i]
-        if config.swap:
-            text, terms = graph.swap(text, terms, config.swap, rng)
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
@@ -213,6 +209,7 @@ class Collator:
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
     rows_per_bucket: int = 16
     entity_buckets: int = 8
+    reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
 
     def __call__(self, rows: list[Row]) -> dict:
         terms = list(dict.fromkeys(term for row in rows for term in row.drawn))
@@ -226,13 +223,16 @@ class Collator:
             left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
         buckets = -(-len(rows) // self.rows_per_bucket)
         others = [text for row in rows for text in row.others]
+        kept = {}
+        for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
+            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
         return {
             "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
             "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
             "left_out": left_out & ~known,  # likewise: neither positive nor negative
-            "others": token_buckets(self.encoder, others, CHUNK_TOKENS, self.entity_buckets) if others else [],
+            **kept,
         }
 
 
@@ -286,9 +286,9 @@ class StepBar(TrainerCallback):
 class ContrastiveTrainer(Trainer):
     """transformers' Trainer over a fixed schedule of batches."""
 
-    def __init__(self, *args, config: StageConfig, schedule: list, start: SentenceTransformer | None, **kwargs):
+    def __init__(self, *args, config: StageConfig, schedule: list, reference: SentenceTransformer | None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.config, self.schedule, self.start = config, schedule, start
+        self.config, self.schedule, self.reference = config, schedule, reference
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
@@ -299,9 +299,9 @@ class ContrastiveTrainer(Trainer):
         with torch.autocast(chunks.device.type, enabled=False):  # similarities and the loss in float32
             S = chunks @ entities.T
             loss = contrastive_loss(S, inputs["columns"], inputs["known"], self.config, inputs["left_out"])
-        if inputs["others"]:
+        if "others" in inputs:
             with torch.no_grad(), self.accelerator.autocast():
-                before = embed_buckets(self.start, inputs["others"])
+                before = embed_buckets(self.reference, inputs["others_before"])
             loss = loss + self.config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), before)
         return (loss, {}) if return_outputs else loss
 
@@ -322,6 +322,7 @@ def train_stage(
     config: StageConfig,
     output: Path,
     *,
+    reference: SentenceTransformer | None = None,
     save_steps: int = 50,
     callbacks: Sequence[TrainerCallback] = (),
     progress: bool = True,
@@ -330,7 +331,9 @@ def train_stage(
     """Trains `encoder` in place with AdamW, warm-up and linear decay (§4.2); returns the loss curve (step, loss, lr).
 
     `output` holds checkpoints: a run that was cut off goes on from the last one when called again with the same data
-    and configuration."""
+    and configuration. `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
+    if config.keep and reference is None:
+        raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
     prepare_for_training(encoder, config)
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
     schedule = batch_schedule(note_ids, config, len(data.graph.names))
@@ -360,11 +363,11 @@ def train_stage(
         model=encoder,
         args=arguments,
         train_dataset=PositivePairs(data, config),
-        data_collator=Collator(encoder, data.graph.concepts_of),
+        data_collator=Collator(encoder, data.graph.concepts_of, reference=reference),
         callbacks=[StepBar(progress), *callbacks],
         config=config,
         schedule=schedule,
-        start=copy.deepcopy(encoder).requires_grad_(False) if config.keep else None,
+        reference=reference,
     )
     trainer.remove_callback(PrinterCallback)
     checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))

@@ -230,7 +230,10 @@ def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_p
         training_set = replace(data(), other_texts=others)
         encoder = pipeline.starting_encoder(load_profile("smoke"))
         config = replace(CONFIG, keep=keep, kept_per_chunk=2)
-        train_stage(encoder, training_set, config, tmp_path / str(keep), save_steps=0, progress=False)
+        reference = pipeline.starting_encoder(load_profile("smoke"))
+        train_stage(
+            encoder, training_set, config, tmp_path / str(keep), reference=reference, save_steps=0, progress=False
+        )
         return float((1 - (encoders.encode(encoder, others) * start).sum(1)).mean())
 
     assert drift(20.0) < drift(0.0) / 2
