@@ -235,6 +235,10 @@ def reading_names(profile: Profile) -> SentenceTransformer:
     return encoder
 
 
+def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
+    return reading_names(profile) if recipe.read_names else starting_encoder(profile)
+
+
 def _train(
     profile: Profile, stage: str, config: training.StageConfig, start: Path | SentenceTransformer, key: str
 ) -> Path:
@@ -264,19 +268,22 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage.
 
     Stages that two recipes share are trained once."""
+    graph = (kg, vocabularies, profile.open_kg, str(profile.bios))
     modules = (training, losses, encoders, positives, corpus, prompts)
     key = artifacts.digest(*modules, profile.notes, profile.max_train_notes, list(profile.recorded_answers),
                            profile.encoder, profile.pooling, profile.lora, profile.seed,
-                           *([normalization] if recipe.read_names else []))  # fmt: skip
+                           *([normalization, *graph] if recipe.read_names else []))  # fmt: skip
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            uses_graph = stage == "stage1" or config.uses_graph or recipe.read_names
-            graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
-            key = artifacts.digest(key, stage, config, *graph, *([drift] if config.keep else []))  # fmt: skip
-            start = folder or (reading_names(profile) if recipe.read_names else starting_encoder(profile))
-            folder = _train(profile, stage, config, start, key)
+            uses_graph = stage == "stage1" or config.uses_graph
+            key = artifacts.digest(key, stage, config, *(graph if uses_graph else ()), *([drift] if config.keep else []))  # fmt: skip
+            folder = _train(profile, stage, config, folder or _untrained(profile, recipe), key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
+    if folder is None:
+        folder = profile.cache / "models" / f"untrained-{key}"
+        if not folder.exists():
+            encoders.save_encoder(_untrained(profile, recipe), folder)
     if recipe.own_share < 1:
         averaged = folder.with_name(f"averaged-{artifacts.digest(key, recipe.own_share)}")
         if not averaged.exists():

@@ -39,6 +39,8 @@ _BROADER = replace(_SHORT, complete_hypernyms=True, leave_out_related=True)
 def candidates(profile: Profile) -> dict[str, Recipe]:
     """Name -> recipe, in the order in which they were tried: each says what it adds to the one it builds on."""
     return {
+        "no training": Recipe(),
+        "no training, opaque names read": Recipe(read_names=True),
         "A. stage II, both ways and masked": Recipe(stage2=_BOTH),
         "B. A, 8 chunks of a note in a batch": Recipe(stage2=replace(_BOTH, chunks_per_note=8)),
         "C. A, learning rate 3e-4": Recipe(stage2=_FAST),
@@ -84,7 +86,7 @@ def transfer_scores(profile: Profile, folder: Path, own_share: float) -> dict[st
     data = medquad.load_medquad()
     if data is None:
         return {}
-    data, encoder = data.every(18), averaged(profile, folder, own_share)
+    data, encoder = data.every(7), averaged(profile, folder, own_share)
     candidates = medquad.medquad_candidates(data, medquad.term_scores(data, "BM25"), n=16)
     values = medquad.zero_shot(lambda texts: encoders.encode(encoder, texts, bf16=True), data, candidates)
     return {f"MedQuAD {metric}": round(float(value), 2) for metric, value in evaluation.means(values).items()}
