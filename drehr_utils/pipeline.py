@@ -276,8 +276,8 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            uses_graph = stage == "stage1" or config.uses_graph
-            key = artifacts.digest(key, stage, config, *(graph if uses_graph else ()), *([drift] if config.keep else []))  # fmt: skip
+            used = graph if stage == "stage1" or config.uses_graph else ()
+            key = artifacts.digest(key, stage, config, *used, *([drift] if config.keep else []))
             folder = _train(profile, stage, config, folder or _untrained(profile, recipe), key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if folder is None:
