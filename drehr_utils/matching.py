@@ -7,9 +7,11 @@ tests/benchmarks/bench_matching.py times both."""
 
 from __future__ import annotations
 
+import gc
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 from typing import NamedTuple
@@ -78,15 +80,29 @@ class EntityMatcher:
     def find_all(self, texts: Sequence[str]) -> list[list[Match]]:
         """`find` of each text, several times as fast: the way for a corpus."""
         found: list[list[Match]] = [[]] * len(texts)
-        for block in _blocks(texts):
-            part = [texts[i] for i in block]
-            matches = self._table.find(part, self.terms)
-            for i, of_text in zip(block, map(self.find, part) if matches is None else matches, strict=True):
-                found[i] = of_text
+        with _collector_paused():
+            for block in _blocks(texts):
+                part = [texts[i] for i in block]
+                matches = self._table.find(part, self.terms)
+                for i, of_text in zip(block, map(self.find, part) if matches is None else matches, strict=True):
+                    found[i] = of_text
         return found
 
 
 # --- the hashed terms ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's cycle collector would go over all matches again and again while they are made: a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 _BLOCK = 1 << 18  # characters hashed at a time: arrays of a few MB
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
