@@ -83,7 +83,7 @@ class EntityMatcher:
         with _collector_paused():
             for block in _blocks(texts):
                 part = [texts[i] for i in block]
-                matches = self._table.find(part, self.terms)
+                matches = self._table.find(part)
                 for i, of_text in zip(block, map(self.find, part) if matches is None else matches, strict=True):
                     found[i] = of_text
         return found
@@ -104,7 +104,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-_BLOCK = 1 << 18  # characters hashed at a time: arrays of a few MB
+_BLOCK = 1 << 19  # characters hashed at a time: arrays of a few MB
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _SPREAD = np.uint64(0xD6E8FEB86659FD93)  # the table's slot is a hash's highest bits; this mixes all others into them
@@ -156,6 +156,7 @@ class _SpanTable:
 
     def __init__(self, terms: list[str]):
         self._powers = self._inverses = np.ones(0, np.uint64)
+        self.terms = np.array(terms, object)
         self.lengths = np.fromiter(map(len, terms), np.int32, len(terms))
         slots = _power_of_two(2 * len(terms))
         self.keys, self.ids = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)  # key 0: a free slot
@@ -262,14 +263,14 @@ class _SpanTable:
         best = best[best >= 0]
         return starts[walk[best]], row.ends[step[best]], ids[best]
 
-    def find(self, texts: list[str], terms: list[str]) -> list[list[Match]] | None:
+    def find(self, texts: list[str]) -> list[list[Match]] | None:
         """Matches of each text; None if a span was taken for a term that only has its hash.
 
         Every match is held to the term's characters: a NUL adds nothing to a hash, and 64 bits may clash."""
         row = self._hashed(texts)
         starts, ends, ids = _without_overlaps(*self._longest(row))
         lengths = ends - starts
-        names = list(map(terms.__getitem__, ids.tolist()))
+        names = self.terms.take(ids).tolist()  # a third of the time that the list takes
         first = np.append(np.searchsorted(starts, row.starts), len(starts))  # each text's first match
         if not (
             np.array_equal(lengths, self.lengths.take(ids))
