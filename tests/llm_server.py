@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -58,9 +59,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+Server = TypeVar("Server", bound=ThreadingHTTPServer)
+
+
 @contextmanager
-def chat_server(reply: Callable[[str, dict], str | int]) -> Iterator[ChatServer]:
-    server = ChatServer(reply)
+def running(server: Server) -> Iterator[Server]:
+    """Serves in a thread of its own until the block ends."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
@@ -69,3 +73,7 @@ def chat_server(reply: Callable[[str, dict], str | int]) -> Iterator[ChatServer]
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def chat_server(reply: Callable[[str, dict], str | int]) -> AbstractContextManager[ChatServer]:
+    return running(ChatServer(reply))

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from llm_server import running
 
 from drehr_utils import llm, prompts
 from drehr_utils.corpus import DataError
@@ -126,15 +127,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(reply: Reply = lambda n, body: (200, completion(f"- entity {n}")), **headers: str) -> Iterator[FakeServer]:
-    server = FakeServer(reply, headers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with running(FakeServer(reply, headers)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def dead_url() -> str:
