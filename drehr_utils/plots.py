@@ -126,7 +126,7 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
         if "learning_rate" in history:
             axes[1, 0].plot(history["step"], history["learning_rate"], color=colour)
     loss_axis.set_ylabel("Loss")
-    loss_axis.legend()
+    fig.legend(loc="outside upper center")  # over the curves it would hide one of them
     if rates:
         axes[1, 0].set_ylabel("Learning rate")
         axes[1, 0].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
