@@ -308,3 +308,15 @@ def test_groups_without_a_search_have_no_row(toy):
     rows = evaluate_system("x", toy, TOY_SCORES, TOY_SCORES)
     assert set(rows["group"]) == {"all", "disease", "drug", "string", "synonym"} and rows["ours"].notna().all()
     assert rows.query("group == 'synonym'")["low"].isna().all()  # one query: nothing to draw from
+
+
+def test_recall_by_depth_is_ir_measures():
+    """At depth 100 it is the R@100 of multi_patient, which ir-measures computes; and it never falls."""
+    from drehr_utils import pipeline
+    from drehr_utils.profiles import load_profile
+
+    bench = pipeline.benchmark(load_profile("smoke"), "dev")
+    scores = np.random.default_rng(0).normal(size=(len(bench.queries), len(bench.corpus)))
+    found = evaluation.recall_by_depth(bench, scores, [1, 10, 100, 10_000])
+    known = evaluation.means(evaluation.multi_patient(bench, scores))["R@100"]
+    assert found[100] == pytest.approx(known) and found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
