@@ -18,6 +18,7 @@ from drehr_utils.evaluation import (
     means,
     multi_patient,
     paired_randomization_test,
+    recall_by_depth,
     result_rows,
     single_patient,
 )
@@ -310,13 +311,9 @@ def test_groups_without_a_search_have_no_row(toy):
     assert rows.query("group == 'synonym'")["low"].isna().all()  # one query: nothing to draw from
 
 
-def test_recall_by_depth_is_ir_measures():
-    """At depth 100 it is the R@100 of multi_patient, which ir-measures computes; and it never falls."""
-    from drehr_utils import pipeline
-    from drehr_utils.profiles import load_profile
-
-    bench = pipeline.benchmark(load_profile("smoke"), "dev")
-    scores = np.random.default_rng(0).normal(size=(len(bench.queries), len(bench.corpus)))
-    found = evaluation.recall_by_depth(bench, scores, [1, 10, 100, 10_000])
-    known = evaluation.means(evaluation.multi_patient(bench, scores))["R@100"]
-    assert found[100] == pytest.approx(known) and found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
+def test_recall_by_depth_agrees_with_ir_measures(dev):
+    """At depth 100 it is multi_patient's R@100; it never falls, and the whole corpus holds everything."""
+    scores = np.random.default_rng(0).normal(size=(len(dev.queries), len(dev.corpus)))
+    found = recall_by_depth(dev, scores, [1, 10, 100, 10_000])
+    assert found[100] == pytest.approx(means(multi_patient(dev, scores))["R@100"])
+    assert found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
