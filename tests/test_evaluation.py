@@ -18,6 +18,7 @@ from drehr_utils.evaluation import (
     means,
     multi_patient,
     paired_randomization_test,
+    recall_by_depth,
     result_rows,
     single_patient,
 )
@@ -308,3 +309,11 @@ def test_groups_without_a_search_have_no_row(toy):
     rows = evaluate_system("x", toy, TOY_SCORES, TOY_SCORES)
     assert set(rows["group"]) == {"all", "disease", "drug", "string", "synonym"} and rows["ours"].notna().all()
     assert rows.query("group == 'synonym'")["low"].isna().all()  # one query: nothing to draw from
+
+
+def test_recall_by_depth_agrees_with_ir_measures(dev):
+    """At depth 100 it is multi_patient's R@100; it never falls, and the whole corpus holds everything."""
+    scores = np.random.default_rng(0).normal(size=(len(dev.queries), len(dev.corpus)))
+    found = recall_by_depth(dev, scores, [1, 10, 100, 10_000])
+    assert found[100] == pytest.approx(means(multi_patient(dev, scores))["R@100"])
+    assert found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
