@@ -7,16 +7,19 @@ passage's text, so an aspect has to be understood and can't be copied.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from drehr_utils.cliniq import read_json_lines
 from drehr_utils.corpus import Note, clean
 from drehr_utils.matching import EntityMatcher
-from drehr_utils.medquad import MedQuad
+from drehr_utils.medquad import DATA_VARIABLE, MedQuad
 
 # aspect -> its headings: MIMIC-IV's discharge template, and MIMIC-III's wordings of the same.
 ASPECTS = {
@@ -214,6 +217,15 @@ def question_aspect(question: str) -> str | None:
     """The aspect that a question of a MedQuAD-like source asks for, by its type; None where no type fits."""
     question = question.lower()
     return next((aspect for aspect, pattern in QUESTION_TYPES.items() if re.search(pattern, question)), None)
+
+
+def question_type_agreement(folder: str | Path | None = None) -> tuple[int, int]:
+    """How many of MedQuAD's questions get their own aspect label from question_aspect, and how many there are.
+
+    `folder` as medquad.load_medquad's. Raises DataError for a missing file or a malformed line."""
+    path = Path(folder or os.environ.get(DATA_VARIABLE, "."), "medquad/queries.jsonl.gz")
+    asked = [(row["text"], row["aspect"]) for _, _, row in read_json_lines(path, ("text", "aspect"))]
+    return sum(question_aspect(question) == aspect for question, aspect in asked), len(asked)
 
 
 def medquad_passages(data: MedQuad, max_words: int | None = None) -> list[Passage]:

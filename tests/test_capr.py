@@ -4,14 +4,16 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from drehr_utils import capr, capr_training, pipeline
+from drehr_utils import capr, capr_report, capr_training, pipeline
 from drehr_utils.capr import Passage
 from drehr_utils.corpus import Note
 from drehr_utils.matching import EntityMatcher
 from drehr_utils.medquad import MedQuad
 from drehr_utils.profiles import load_profile
+from drehr_utils.tables import paper_figures
 
 FOURTH = """Name:  ___      Unit No:   ___
 
@@ -202,3 +204,40 @@ def test_properties_by_hand():
     assert {k: table[k] for k in expected} == expected
     assert table["tokens per sentence"] == 4.6 and table["sentences per document"] == len(passages[0].document)
     assert replace(passages[0], aspect=None).labelled is False
+
+
+def recall_frame(hits: list[int]) -> pd.DataFrame:
+    ids = [f"q{i}" for i in range(len(hits))]
+    rows = {"search_id": ids, "query_id": ids, "query_type": "", "metric": "R@1", "value": [100.0 * h for h in hits]}
+    return pd.DataFrame(rows)
+
+
+def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
+    half = [1, 0] * 20
+    values = {(n, "T"): recall_frame(h) for n, h in {"all": [1] * 40, "half": half, "none": [0] * 40}.items()}
+    values["none", "U"] = recall_frame(half[:39])
+    figures = pd.DataFrame(
+        [("A", "T", "R@1", 70.0), ("half", "T", "R@1", 60.5), ("A", "T", "R@5", 1.0)],
+        columns=["system", "group", "metric", "value"],
+    )
+    report = capr_report.Report(values, figures, {"all": "A"})
+    claim = report.compare("all", "half", "T")
+    assert (claim.ours, claim.paper, claim.verdict) == (50.0, 9.5, "holds") and claim.p < 0.001
+    assert report.compare("half", "all", "T").verdict == "the reverse"
+    assert report.compare("half", "half", "T").verdict == "not shown"
+    assert "holds" in str(claim) and "paper" not in str(report.compare("none", "all", "T"))
+    assert report.gains(["all", "none"], "half", "T").startswith("1 of 2 trained systems beat half with p < 0.01 (all)")
+    assert report.ranking(["none", "half", "all"], "T") == "all 100.0, half 50.0, none 0.0"
+    assert len(report.table([("all", "none")], ["T", "U"])) == 1
+
+
+def test_speed_and_exchanged_columns_in_words():
+    times = [("b", 10, 0.1), ("p", 10, 0.2), ("c", 10, 2.0), ("b", 99, 0.1), ("p", 99, 0.3)]
+    frame = pd.DataFrame(times, columns=["system", "passages", "seconds"])
+    said = capr_report.latency_sentence(frame, "b", "p", "c")
+    assert said.startswith("For 10 passages c takes 2.00 s") and "20 times b's" in said and said.endswith("holds.")
+    assert "does not hold" in capr_report.latency_sentence(frame, "p", "b", "c")
+    figures = paper_figures("capr", 1)
+    assert "HealthQA: the columns MQ and HQ seem exchanged" in capr_report.exchanged_columns(3762, figures)
+    assert capr_report.exchanged_columns(1060, figures).endswith("for MedQuAD.")
+    assert paper_figures("capr", 2)["value"].sum() == 8597 + 25202 + 51299 + 55189 + 53 + 80 + 7 + 36 + 186 + 448 + 44

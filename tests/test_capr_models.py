@@ -94,11 +94,11 @@ def test_bi_encoder_starts_as_the_encoders_cosine(start):
 def test_marks_enter_the_tokenizer_and_the_weights():
     encoder = fresh()
     rows = encoder[0].auto_model.get_input_embeddings().weight.shape[0]
-    assert len(encoder.tokenizer.tokenize(f"{QUERY_MARK} gout")) > 2  # in pieces before
+    assert len(encoder.tokenizer.tokenize(f"{QUERY_MARK} pain")) > 2  # in pieces before
     model = BiEncoder(encoder, marks=True).eval()
     tokenizer = model.encoders[0].tokenizer
-    ids = tokenizer(f"{QUERY_MARK} gout {PASSAGE_MARK}")["input_ids"]
-    assert tokenizer.tokenize(f"{QUERY_MARK} gout") == [QUERY_MARK, "gout"]
+    ids = tokenizer(f"{QUERY_MARK} pain {PASSAGE_MARK}")["input_ids"]
+    assert tokenizer.tokenize(f"{QUERY_MARK} pain") == [QUERY_MARK, "pain"]
     assert {ids[1], ids[-2]} == {rows, rows + 1} and tokenizer.unk_token_id not in ids
     assert encoder[0].auto_model.get_input_embeddings().weight.shape[0] == rows + 2
     # Weights are shared, so only the marks can tell the same text as query and as passage apart.
