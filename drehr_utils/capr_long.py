@@ -65,6 +65,8 @@ class LongEncoder(TwoTowers):
     def load(cls, name: str, **options) -> LongEncoder:
         """From a hub name or folder, such as `allenai/longformer-base-4096`."""
         models = [AutoModel.from_pretrained(name) for _ in range(2)]
+        for model in models:
+            model.activation_checkpointing_enable()  # a batch of 32 long passages would not fit otherwise
         return cls(*models, AutoTokenizer.from_pretrained(name), **options)
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:

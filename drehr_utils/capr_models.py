@@ -201,6 +201,12 @@ class ContextualDocumentVectors(TwoTowers):
         self._known: dict[tuple[bool, str], Tensor] = {}  # embeddings that stay: of query parts and frozen sentences
         encoder.requires_grad_(not frozen)
 
+    def train(self, mode: bool = True) -> ContextualDocumentVectors:
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()  # its embeddings are kept, so no dropout
+        return self
+
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """Unit vectors [queries, 2 dim]: the entity's embedding and the aspect's."""
         parts = zip(*(query.rsplit(" ; ", 1) for query in queries), strict=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from drehr_utils import evaluation
+from drehr_utils.capr import Passage
+from drehr_utils.medquad import MedQuad
+from drehr_utils.retrieval import rank, tie_keys
 from drehr_utils.tables import SIGNIFICANT
 
 
@@ -98,9 +103,44 @@ def latency_sentence(latency: pd.DataFrame, bi: str, poly: str, cross: str) -> s
     )
 
 
-def exchanged_columns(found: int, figures: pd.DataFrame) -> str:
-    """Which data set of the paper's Table 1 (tables.paper_figures) has the number of passages that our MedQuAD has."""
-    passages = figures[figures["metric"] == "passages"]
-    named = passages.loc[passages["value"] == found, "group"].tolist()
-    said = f"Its {found:,} passages are what the paper's Table 1 prints for {' and '.join(named) or 'no data set'}"
-    return said + (": the columns MQ and HQ seem exchanged." if named == ["HealthQA"] else ".")
+def exchanged_columns(ours: pd.Series, figures: pd.DataFrame, tolerance: float = 0.01) -> str:
+    """Which data set of the paper's Table 1 (tables.paper_figures) is as large as our MedQuAD (capr.properties).
+
+    As large: documents and passages differ by no more than `tolerance`, relative to the paper's."""
+    metrics = ["documents", "passages"]
+    printed = figures[figures["metric"].isin(metrics)].pivot(index="group", columns="metric", values="value")[metrics]
+    differ = (ours[metrics].to_numpy() / printed - 1).abs().max(axis=1)
+    said = "It has {:,.0f} documents with {:,.0f} passages".format(*ours[metrics])
+    if differ.min() > tolerance:
+        return f"{said}; the paper's Table 1 has no data set of that size."
+    group = differ.idxmin()
+    if group == "MedQuAD":
+        return f"{said}, as the paper's Table 1 has it."
+    sizes = ["{} {:,.0f} and {:,.0f}".format(name, *printed.loc[name]) for name in ("MedQuAD", group)]
+    return f"{said}; the paper's Table 1 prints {' and '.join(sizes)}, so its columns for these two seem exchanged."
+
+
+def progress_sentence(curves: Mapping[str, pd.DataFrame], batch_sizes: Mapping[str, int], last: int = 10) -> str:
+    """How far each system's loss (equation 1; `step, loss`) fell, beside ln(batch size), what guessing costs."""
+    said = []
+    for name, curve in curves.items():
+        end = curve["loss"].tail(last).mean()
+        said.append(f"{name} {end:.2f} after {len(curve)} (guessing {math.log(batch_sizes[name]):.2f})")
+    return f"Mean loss of the last {last} steps: {', '.join(said)}."
+
+
+def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, scores: np.ndarray) -> pd.Series:
+    """What the first passage has in common with the query where it is no answer (CAPR §4.5).
+
+    The number of such queries, and of those the share, 0 to 100, with the query's aspect, its entity, or neither."""
+    ties = np.take_along_axis(tie_keys(data.queries, data.passages), candidates, axis=1)
+    first = np.take_along_axis(candidates, rank(scores, ties)[:, :1], axis=1)[:, 0]
+    found = []
+    for (query_id, text), at in zip(data.queries.items(), first, strict=True):
+        entity, aspect = text.rsplit(" ; ", 1)
+        if pool[at].id not in data.qrels[query_id]:
+            found.append((pool[at].aspect == aspect, entity in pool[at].entities))
+    same_aspect, same_entity = np.array(found, dtype=bool).reshape(-1, 2).T
+    shares = {"same aspect": same_aspect, "same entity": same_entity, "neither": ~same_aspect & ~same_entity}
+    percent = {name: 100 * kind.mean() if len(kind) else math.nan for name, kind in shares.items()}
+    return pd.Series({"wrong first passages": len(found)} | percent)

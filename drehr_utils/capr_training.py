@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, TrainingArguments
 
-from drehr_utils import artifacts, capr, capr_models, corpus, encoders, pipeline, training
+from drehr_utils import artifacts, capr, capr_long, capr_models, corpus, encoders, pipeline, training
 from drehr_utils.capr import Passage
 from drehr_utils.capr_long import LongEncoder
 from drehr_utils.capr_models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder, TwoTowers
@@ -55,7 +55,7 @@ class Settings:
     passage_rows: int | None = None  # training passages, the first so many (None: all)
 
 
-START, BI_SHARED, BI = "MiniLM (start)", "CAPR-Bi-shared", "CAPR-Bi"
+START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
 IN_PAPER = {
     BI_SHARED: "CAPR-BioBERT-Bi-shared",
@@ -136,6 +136,13 @@ def passages(profile: Profile, split: str) -> list[Passage]:
     if split != "train" and profile.max_eval_patients:
         chosen = chosen[: profile.max_eval_patients]
     return [passage for note in chosen for passage in capr.note_passages(note, find, words)]
+
+
+@cache
+def training_passages(profile: Profile) -> tuple[list[Passage], str]:
+    """The labelled passages that the systems learn from, and a digest of their texts, labels and documents."""
+    labelled = [p for p in passages(profile, "train") if p.labelled][: settings(profile).passage_rows]
+    return labelled, _digest(labelled)
 
 
 def held_out(profile: Profile, split: str = "test") -> tuple[MedQuad, list[Passage], np.ndarray]:
@@ -252,6 +259,7 @@ def train(
         callbacks=[StepBar(progress)],
         config=config,
         schedule=schedule,
+        reference=None,
     )
     trainer.remove_callback(PrinterCallback)
     checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
@@ -265,11 +273,11 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
     """A system's model, trained where its weights aren't in the cache; its loss curve; and the key of what made it."""
     system, size = settings(profile).systems[name], settings(profile)
     model = build(profile, system)
-    labelled = [p for p in passages(profile, "train") if p.labelled][: size.passage_rows]
+    labelled, made_of = training_passages(profile)
+    modules = (capr_models, encoders, training, *([capr_long] if system.kind.startswith("longformer") else []))
     key = artifacts.digest(
-        capr, capr_models, corpus, encoders, training, profile.notes, profile.max_train_notes, profile.encoder,
-        profile.pooling, profile.seed, system.kind, system.encoder, system.config, str(size.passage_words),
-        size.passage_tokens, size.query_tokens, size.passage_rows, len(labelled),
+        *modules, build, train, QueryPassagePairs, ListwiseTrainer, capr.query_text, profile.encoder, profile.pooling,
+        profile.seed, system.kind, system.encoder, system.config, size.passage_tokens, size.query_tokens, made_of,
     )  # fmt: skip
     if system.config is None:
         return model, None, key
@@ -290,6 +298,11 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
         shutil.rmtree(work, ignore_errors=True)
     model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
     return model.eval(), pd.read_csv(folder / "loss.csv"), key
+
+
+def _digest(texts: Sequence[Passage]) -> str:
+    documents = dict.fromkeys(p.document for p in texts)
+    return artifacts.digest([(p.id, p.start, p.end, p.aspect, p.entities) for p in texts], list(documents))
 
 
 @torch.no_grad()
@@ -335,7 +348,7 @@ def scored(
 ) -> np.ndarray:
     """`candidate_scores` of a trained system on a task, from the cache where they are there."""
     model, _, key = trained_model(profile, name)
-    key = artifacts.digest(key, list(data.queries.values()), [p.id for p in texts], candidates.tolist())
+    key = artifacts.digest(candidate_scores, key, list(data.queries.values()), _digest(texts), candidates.tolist())
 
     def save(array: np.ndarray, path: Path) -> None:
         with open(path, "wb") as handle:
@@ -402,7 +415,7 @@ def _encode_all(model: TwoTowers, texts: Sequence[Passage], n: int) -> torch.Ten
 def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame:
     """`system, passages, seconds` of Bi, Poly and Cross on this machine; measured once, then read from the cache."""
     size = settings(profile)
-    key = artifacts.digest(capr_models, list(size.latency_passages), size.latency_limit, size.passage_tokens)
+    key = artifacts.digest(capr_models, latency, list(size.latency_passages), size.latency_limit, size.passage_tokens)
 
     def measure() -> pd.DataFrame:
         query, rows = capr.query_text("chest pain", "history of present illness"), []

@@ -131,6 +131,19 @@ def test_task_has_its_passage_among_the_candidates_and_labels_as_relevance():
         capr.retrieval_task(miniature(), 3)
 
 
+def test_mistakes_by_hand():
+    labels = [("a", "x"), ("a", "y"), ("b", "x"), ("c", "z")]  # aspect, entity
+    pool = [Passage(f"p{i}", "d", aspect, (entity,), ("s",), 0, 1) for i, (aspect, entity) in enumerate(labels)]
+    queries = {"q0": "x ; a", "q1": "x ; a", "q2": "x ; a", "q3": "x ; a"}
+    qrels = {q: {"p0": 1} for q in queries}
+    data = MedQuad(queries, dict.fromkeys(queries, "a"), {p.id: p.text for p in pool}, qrels, [])
+    candidates = np.tile(np.arange(4), (4, 1))
+    counts = capr_report.mistakes(data, pool, candidates, np.eye(4))  # query i's first passage: p_i
+    assert counts["wrong first passages"] == 3
+    assert counts[["same aspect", "same entity", "neither"]].tolist() == pytest.approx([100 / 3] * 3)
+    assert capr_report.mistakes(data, pool, candidates[:, :1], np.ones((4, 1)))["wrong first passages"] == 0
+
+
 def test_random_candidates_are_uniform_over_the_others():
     pool = [Passage(f"p{i}", "d", "a", (f"e{i}",), ("s",), 0, 1) for i in range(9)]
     counts = Counter()
@@ -238,6 +251,10 @@ def test_speed_and_exchanged_columns_in_words():
     assert said.startswith("For 10 passages c takes 2.00 s") and "20 times b's" in said and said.endswith("holds.")
     assert "does not hold" in capr_report.latency_sentence(frame, "p", "b", "c")
     figures = paper_figures("capr", 1)
-    assert "HealthQA: the columns MQ and HQ seem exchanged" in capr_report.exchanged_columns(3762, figures)
-    assert capr_report.exchanged_columns(1060, figures).endswith("for MedQuAD.")
+    sizes = [pd.Series({"documents": d, "passages": p}) for d, p in ((1110, 3758), (171, 1060), (171, 3762))]
+    ours, theirs, neither = (capr_report.exchanged_columns(size, figures) for size in sizes)
+    assert "MedQuAD 171 and 1,060 and HealthQA 1,111 and 3,762" in ours and ours.endswith("seem exchanged.")
+    assert theirs.endswith("as the paper's Table 1 has it.") and "no data set of that size" in neither
+    curve = pd.DataFrame({"step": range(1, 21), "loss": [3.0] * 10 + [2.0, 1.0] * 5})
+    assert "a 1.50 after 20 (guessing 2.08)" in capr_report.progress_sentence({"a": curve}, {"a": 8})
     assert paper_figures("capr", 2)["value"].sum() == 8597 + 25202 + 51299 + 55189 + 53 + 80 + 7 + 36 + 186 + 448 + 44

@@ -173,6 +173,7 @@ def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():
         assert any(moved) is not frozen
         assert model.lstm.weight_ih_l0.grad.abs().sum() > 0
         assert not any(name.startswith("_query") for name in model.state_dict())
+        assert model.train().training and model.encoder.training is not frozen
 
 
 @pytest.mark.parametrize("name", [capr_training.BI_SHARED, capr_training.POLY, capr_training.CROSS, capr_training.CDV])
@@ -218,7 +219,7 @@ def test_a_passage_amid_its_document(start):
 
 
 @pytest.mark.parametrize("poly", [False, True])
-def test_long_inputs_on_a_small_longformer(poly, start):
+def test_long_inputs_on_a_small_longformer(poly, start, tmp_path):
     torch.manual_seed(0)
     config = LongformerConfig(
         vocab_size=start.tokenizer.vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -234,6 +235,13 @@ def test_long_inputs_on_a_small_longformer(poly, start):
     assert not torch.allclose(model(QUERIES, elsewhere)[:, 0], scores[:, 0], atol=1e-6)  # the context is read
     listwise_loss(scores).backward()
     assert model.passage_model.embeddings.word_embeddings.weight.grad.abs().sum() > 0
+    model.passage_model.save_pretrained(tmp_path)
+    start.tokenizer.save_pretrained(tmp_path)
+    loaded = LongEncoder.load(str(tmp_path), poly=poly, max_tokens=40)
+    loaded.query_model.load_state_dict(model.query_model.state_dict())
+    torch.testing.assert_close(loaded.eval()(QUERIES, passages()), scores)
+    listwise_loss(loaded.train()(QUERIES, passages())).backward()  # layers are computed anew on the way back
+    assert loaded.passage_model.embeddings.word_embeddings.weight.grad.abs().sum() > 0
     if poly:
         tokens, own = model.encode_passages(passages())
         assert own.sum(dim=1).tolist() == [sum(passage_amid_document(p, start.tokenizer, 40)[1]) for p in passages()]
