@@ -66,9 +66,9 @@ IN_PAPER = {
     CDV_FINETUNE: "CDV+BioBERT-finetune",
 }
 
-# Two cores train on some 2,000 tokens a second and read three times that, and the notebook has 12 minutes, a third of
-# them to train in. The Cross-encoder reads each pair of a batch, so a batch of 32 would cost it 1,024 passages; it gets
-# lists of 8. CDV reads whole documents, so 32 passages come from 4 notes.
+# The notebook has 12 minutes on two cores, about a third of them to train in. The Cross-encoder reads each pair of a
+# batch, so a batch of 32 would cost it 1,024 passages; it gets lists of 8. CDV reads whole documents, so 32 passages
+# come from 4 notes.
 _PAIRS = StageConfig(batch_size=32, epochs=50, max_steps=30, learning_rate=2e-4, dropout=0.0)
 _OPEN = Settings(
     systems={
