@@ -1,0 +1,146 @@
+"""What CAPR's paper claims, held against our values: differences, paired tests and the sentences that say so (§4.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from drehr_utils import evaluation
+from drehr_utils.capr import Passage
+from drehr_utils.medquad import MedQuad
+from drehr_utils.retrieval import rank, tie_keys
+from drehr_utils.tables import SIGNIFICANT
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two systems on the same queries of a task."""
+
+    task: str
+    better: str  # by the paper's claim
+    than: str
+    ours: float  # difference of the means, points
+    p: float  # two-sided, paired randomization test
+    paper: float  # its difference; NaN where it has none
+
+    @property
+    def verdict(self) -> str:
+        if self.p >= SIGNIFICANT:
+            return "not shown"
+        return "holds" if self.ours > 0 else "the reverse"
+
+    def __str__(self) -> str:
+        paper = "" if pd.isna(self.paper) else f", the paper's {self.paper:+.1f}"
+        return f"{self.better} against {self.than} {self.ours:+.1f} (p = {self.p:.4f}{paper}): {self.verdict}"
+
+
+@dataclass
+class Report:
+    """Per-query values (medquad.recall_values) of every system and task, and the paper's figures of one setting.
+
+    `in_paper` maps our systems to the paper's. The metric of all comparisons is R@1."""
+
+    values: dict[tuple[str, str], pd.DataFrame]
+    figures: pd.DataFrame
+    in_paper: dict[str, str]
+    seed: int = 0
+    metric: str = "R@1"
+
+    def mean(self, system: str, task: str) -> float:
+        """R@1 of a system on a task, 0 to 100."""
+        frame = self.values[system, task]
+        return float(frame.loc[frame["metric"] == self.metric, "value"].mean())
+
+    def compare(self, better: str, than: str, task: str) -> Comparison:
+        """The claim that `better` beats `than` on a task. Raises ValueError where they answered other queries."""
+        pair = (self.values[better, task], self.values[than, task])
+        rows = evaluation.result_rows(better, "", task, *pair, seed=self.seed).set_index("metric")
+        ours = rows.loc[self.metric, "ours"] - self.mean(than, task)
+        paper = self._printed(better, task) - self._printed(than, task)
+        return Comparison(task, better, than, float(ours), float(rows.loc[self.metric, "p"]), paper)
+
+    def table(self, pairs: Sequence[tuple[str, str]], tasks: Sequence[str]) -> pd.DataFrame:
+        """One row a claim and task, for those that both systems were measured on."""
+        claims = [self.compare(a, b, t) for t in tasks for a, b in pairs if {(a, t), (b, t)} <= self.values.keys()]
+        rows = [(c.task, c.better, c.than, c.ours, c.paper, c.p, c.verdict) for c in claims]
+        frame = pd.DataFrame(rows, columns=["task", "better", "than", "ours", "paper", "p", "claim"])
+        return frame.round({"ours": 1, "paper": 1, "p": 4})
+
+    def gains(self, systems: Sequence[str], start: str, task: str) -> str:
+        """The sentence that says which systems beat the starting encoder."""
+        compared = [self.compare(name, start, task) for name in systems]
+        won = [c.better for c in compared if c.verdict == "holds"]
+        lost = [f"{c.better} ({c.ours:+.1f}, p = {c.p:.4f})" for c in compared if c.verdict != "holds"]
+        said = f"{len(won)} of {len(compared)} trained systems beat {start} with p < {SIGNIFICANT}"
+        return f"{said} ({', '.join(won) or 'none'})" + (f"; not so {', '.join(lost)}." if lost else ".")
+
+    def ranking(self, systems: Sequence[str], task: str) -> str:
+        """The systems with their R@1, best first."""
+        ranked = sorted(systems, key=lambda name: -self.mean(name, task))
+        return ", ".join(f"{name} {self.mean(name, task):.1f}" for name in ranked)
+
+    def _printed(self, system: str, task: str) -> float:
+        of = self.figures
+        found = of[(of["system"] == self.in_paper.get(system, system)) & (of["group"] == task)]
+        found = found.loc[found["metric"] == self.metric, "value"]
+        return float(found.iloc[0]) if len(found) else float("nan")
+
+
+def latency_sentence(latency: pd.DataFrame, bi: str, poly: str, cross: str) -> str:
+    """How much longer Cross takes than the others at the most passages that it ran on, and whether the order is the
+    paper's (Figure 3). `latency`: `system, passages, seconds`."""
+    at = int(latency.loc[latency["system"] == cross, "passages"].max())
+    seconds = latency[latency["passages"] == at].set_index("system")["seconds"]
+    holds = seconds[bi] < seconds[poly] < seconds[cross]
+    return (
+        f"For {at} passages {cross} takes {seconds[cross]:.2f} s a query, {seconds[cross] / seconds[bi]:,.0f} times "
+        f"{bi}'s time and {seconds[cross] / seconds[poly]:,.0f} times {poly}'s; the paper's order, Bi under Poly under "
+        f"Cross, {'holds' if holds else 'does not hold here'}."
+    )
+
+
+def exchanged_columns(ours: pd.Series, figures: pd.DataFrame, tolerance: float = 0.01) -> str:
+    """Which data set of the paper's Table 1 (tables.paper_figures) is as large as our MedQuAD (capr.properties).
+
+    As large: documents and passages differ by no more than `tolerance`, relative to the paper's."""
+    metrics = ["documents", "passages"]
+    printed = figures[figures["metric"].isin(metrics)].pivot(index="group", columns="metric", values="value")[metrics]
+    differ = (ours[metrics].to_numpy() / printed - 1).abs().max(axis=1)
+    said = "It has {:,.0f} documents with {:,.0f} passages".format(*ours[metrics])
+    if differ.min() > tolerance:
+        return f"{said}; the paper's Table 1 has no data set of that size."
+    group = differ.idxmin()
+    if group == "MedQuAD":
+        return f"{said}, as the paper's Table 1 has it."
+    sizes = ["{} {:,.0f} and {:,.0f}".format(name, *printed.loc[name]) for name in ("MedQuAD", group)]
+    return f"{said}; the paper's Table 1 prints {' and '.join(sizes)}, so its columns for these two seem exchanged."
+
+
+def progress_sentence(curves: Mapping[str, pd.DataFrame], batch_sizes: Mapping[str, int], last: int = 10) -> str:
+    """How far each system's loss (equation 1; `step, loss`) fell, beside ln(batch size), what guessing costs."""
+    said = []
+    for name, curve in curves.items():
+        end = curve["loss"].tail(last).mean()
+        said.append(f"{name} {end:.2f} after {len(curve)} (guessing {math.log(batch_sizes[name]):.2f})")
+    return f"Mean loss of the last {last} steps: {', '.join(said)}."
+
+
+def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, scores: np.ndarray) -> pd.Series:
+    """What the first passage has in common with the query where it is no answer (CAPR §4.5).
+
+    The number of such queries, and of those the share, 0 to 100, with the query's aspect, its entity, or neither."""
+    ties = np.take_along_axis(tie_keys(data.queries, data.passages), candidates, axis=1)
+    first = np.take_along_axis(candidates, rank(scores, ties)[:, :1], axis=1)[:, 0]
+    found = []
+    for (query_id, text), at in zip(data.queries.items(), first, strict=True):
+        entity, aspect = text.rsplit(" ; ", 1)
+        if pool[at].id not in data.qrels[query_id]:
+            found.append((pool[at].aspect == aspect, entity in pool[at].entities))
+    same_aspect, same_entity = np.array(found, dtype=bool).reshape(-1, 2).T
+    shares = {"same aspect": same_aspect, "same entity": same_entity, "neither": ~same_aspect & ~same_entity}
+    percent = {name: 100 * kind.mean() if len(kind) else math.nan for name, kind in shares.items()}
+    return pd.Series({"wrong first passages": len(found)} | percent)
