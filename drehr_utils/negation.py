@@ -23,8 +23,8 @@ _SEEN = (
 )
 # Look like a denial and are none; matched first, and their words can't start a cue.
 _NOT_A_CUE = re.compile(
-    r"\b(?:(?:no|not|without|little|nor)(?: any)?(?: \w+){0,2}? (?:chang\w*|increas\w*|decreas\w*|difference|improvement"
-    r"|progression|worsening|enlargement|growth|longer needed)\b(?: in| of| to| from)?"
+    r"\b(?:(?:no|not|without|little|nor)(?: any)?(?: \w+){0,2}? (?:chang\w*|increas\w*|decreas\w*|difference"
+    r"|improvement|progression|worsening|enlargement|growth|longer needed)\b(?: in| of| to| from)?"
     r"|not only|no doubt|not (?:certain|sure) (?:if|whether)|(?:may|might|could) not"
     r"|(?:(?:can ?not|can't|not) (?:be )?(?:\w+ly )?|(?:difficult|hard|unable) to )(?:be )?"
     r"(?:exclude[d]?|rule[d]? out|separate[d]?|told apart|distinguish(?:ed)?)"
@@ -36,7 +36,8 @@ _NOT_A_CUE = re.compile(
 )
 _BEFORE = re.compile(  # deny what follows
     r"\b(?:no|not|without|w/o|never|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for|free (?:of|from)"
-    r"|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)|ruled out(?= for)|rather than"
+    r"|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)|ruled out(?= for)"
+    r"|rather than"
     r"|(?:interval |complete |full |total )?(?:resolution|clearing|clearance|disappearance) of|resolved(?= \w)"
     r"|rules? out(?= any)|fail(?:s|ed) to (?:show|reveal|demonstrate))\b",
     re.IGNORECASE,
@@ -45,11 +46,13 @@ _AFTER = re.compile(  # deny what precedes, in the same clause
     rf"\b(?:(?:is|are|was|were|has|have|had)(?: been)? (?:not|no longer|never)(?: been)?(?: \w+ly)?(?: (?:{_SEEN}))?\b"
     rf"|not (?:\w+ly )?(?:{_SEEN})\b|no longer(?: \w+)?|absent|(?:is|are|has|have|was|were) (?:since |now |fully "
     r"|completely |been )?(?:resolved|cleared|gone|vanished|disappeared|excluded|ruled out|negative|removed)"
-    r"|(?:have|has) all but vanished|resolved|cleared|excluded|ruled out|unlikely|improbable|negative|: none|: no\b|denied)",
+    r"|(?:have|has) all but vanished|resolved|cleared|excluded|ruled out|unlikely|improbable|negative|: none|: no\b"
+    r"|denied)",
     re.IGNORECASE,
 )
 _END = re.compile(  # ends a clause, whichever way it is read
-    r";|:(?! no| none)|\b(?:but|however|although|though|except|apart from|aside from|other than|besides|whereas|while|yet"
+    r";|:(?! no| none)|\b(?:but|however|although|though|except|apart from|aside from|other than|besides|whereas|while"
+    r"|yet"
     r"|despite|still|because|due to|secondary to|owing to|since|as|(?<!consistent )(?<!compatible )(?<!associated )with"
     r"|which|(?:and|,) (?:there|it|the patient|(?:he|she)(?: \w+)?) (?:is|are|was|were|has|have))\b(?! (?:no|not)\b)",
     re.IGNORECASE,
@@ -131,7 +134,7 @@ class PolarityPools:
 def polarity_pools(
     corpus: Mapping[str, str], queries: Mapping[str, str], names_of: Callable[[str], Sequence[str]]
 ) -> PolarityPools:
-    """The texts that affirm and deny each query, found by the names of its concept; queries without both are left out."""
+    """The texts that affirm and deny each query, by the names of its concept; queries without both are left out."""
     texts = [text.lower() for text in corpus.values()]
     pools = PolarityPools({}, {})
     for query_id, query in queries.items():

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,7 +89,7 @@ def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Findi
 
 
 def read_collection(path: Path) -> list[Report]:
-    """Reports of an open_cxr collection (JSON lines with uid, findings, impression). Raises DataError for a bad line."""
+    """Reports of an open_cxr collection (JSON lines: uid, findings, impression). Raises DataError for a bad line."""
     from drehr_utils.cliniq import read_json_lines
 
     rows = read_json_lines(path, ("uid", "findings", "impression"))
@@ -348,19 +348,31 @@ def result_rows(system: str, setting: str, values: pd.DataFrame, start: pd.DataF
     return pd.concat(frames, ignore_index=True)
 
 
-def dense_query_scores(encoder: SentenceTransformer, task: SentenceQueries) -> np.ndarray:
+Encode = Callable[[Sequence[str]], np.ndarray]  # texts -> unit-length embeddings [texts, dim]
+
+
+def remembering(encoder: SentenceTransformer) -> Encode:
+    """The encoder as a function that encodes a text once, however many tables ask for it."""
+    known: dict[str, np.ndarray] = {}
+
+    def encode(texts: Sequence[str]) -> np.ndarray:
+        if fresh := [text for text in dict.fromkeys(texts) if text not in known]:
+            known.update(zip(fresh, encoders.encode(encoder, fresh, batch_size=128), strict=True))
+        return np.stack([known[text] for text in texts])
+
+    return encode
+
+
+def dense_query_scores(encode: Encode, task: SentenceQueries) -> np.ndarray:
     """Cosine similarities, float32 [queries, sentences]."""
-    return encoders.encode(encoder, task.queries) @ encoders.encode(encoder, task.sentences, batch_size=256).T
+    return encode(task.queries) @ encode(task.sentences).T
 
 
-def separations(encoder: SentenceTransformer, entries: Sequence[Entry]) -> np.ndarray:
+def separations(encode: Encode, entries: Sequence[Entry]) -> np.ndarray:
     """§3.4, of each entry: similarity of its sentence with its query, less that with the query of opposite negation."""
     opposite = [Entry(e.sentence, not e.present, e.finding).query for e in entries]
-    own, other, said = (
-        encoders.encode(encoder, texts, batch_size=256)
-        for texts in ([e.query for e in entries], opposite, [e.sentence for e in entries])
-    )
-    return ((own - other) * said).sum(axis=1)
+    own, other = encode([e.query for e in entries]), encode(opposite)
+    return ((own - other) * encode([e.sentence for e in entries])).sum(axis=1)
 
 
 def judged_task(reports: Sequence[Report], judgments: tuple[list[str], dict[str, list[str]]]) -> SentenceQueries:
@@ -404,10 +416,9 @@ NOT_A_FINDING = frozenset(
 
 
 def figures(table: int) -> pd.DataFrame:
-    """The paper's Table 1-4 (tables.paper_figures), mAP and mR in percent as ours, separations as printed."""
+    """The paper's Table 1-4 (tables.paper_figures), times 100, as all scores here are."""
     printed = tables.paper_figures("radiology", table)
-    percent = printed["metric"].isin(METRICS)
-    return printed.assign(value=printed["value"].where(~percent, 100 * printed["value"]))
+    return printed.assign(value=100 * printed["value"])
 
 
 def digest_of(entries: Sequence[Entry]) -> str:

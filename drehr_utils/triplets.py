@@ -73,7 +73,7 @@ def sample_unmatched(
 
 @dataclass
 class TripletSet:
-    """Entries as positions, [entries] each, in the unique queries and sentences; `matched` bool [queries, sentences]."""
+    """Entries as positions, [entries], in the unique queries and sentences; `matched` bool [queries, sentences]."""
 
     queries: list[str]
     sentences: list[str]
@@ -139,7 +139,7 @@ class TripletTrainer(ContrastiveTrainer):
         return (loss, {}) if return_outputs else loss
 
     def _unmatched(self, model, pool: int, rows: list[int]) -> dict[int, int]:
-        """Entry -> position of its unmatched sentence. Random sampling is in the batch too, so it needs no inference."""
+        """Entry -> position of its unmatched sentence. Random sampling needs no inference."""
         if self._mined[0] != pool:
             entries = self.pools[pool]
             query, columns = self.data.query_of[entries], self.data.sentence_of[entries].unique()

@@ -58,3 +58,33 @@ def test_own_rules_on_the_sample_and_not_below_negspacy():
     assert accuracy(ours, rows) >= 0.95, wrong
     theirs = accuracy(negspacy_predictions(rows), rows)
     assert 0.6 < theirs <= accuracy(ours, rows)
+
+
+def test_clauses_and_sentences():
+    assert sentences("1. Cardiomegaly. 2. No edema; follow Dr. Roe 4.2 cm.\nOld scar") == [
+        "Cardiomegaly.", "No edema;", "follow Dr. Roe 4.2 cm.", "Old scar",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="outside of a sentence"):
+        denied("No edema.", 3, 30)
+
+
+def test_polarity_of_a_text():
+    assert polarity("No edema. Later: pulmonary edema.", ["edema"]) == "affirmed"
+    assert polarity("no edema, no pneumonia", ["edema", "oedema"]) == "denied"
+    assert polarity("edematous", ["edema"]) is None
+
+
+def test_denial_above_by_hand():
+    corpus = {"a": "He has gout.", "b": "No gout.", "c": "Denies gout.", "d": "Podagra since 1990.", "e": "Nothing."}
+    queries = {"q": "gout", "r": "asthma"}
+    pools = polarity_pools(corpus, queries, lambda query: ["podagra"] if query == "gout" else [])
+    assert pools.affirmed["q"].tolist() == [0, 3] and pools.denied["q"].tolist() == [1, 2]
+    assert list(pools.affirmed) == ["q"] and pools.pairs == 4
+    scores = np.array([[3.0, 4, 1, 2, 9], [0, 0, 0, 0, 0]])
+    (value,) = denial_above(pools, list(queries), list(corpus), scores)["value"]
+    assert value == 50  # b above a and d, c above none
+    ties = [
+        denial_above(pools, list(queries), [f"{i}{c}" for c in corpus], np.zeros((2, 5)))["value"].item()
+        for i in range(400)
+    ]
+    assert 45 < np.mean(ties) < 55
