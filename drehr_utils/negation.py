@@ -1,6 +1,6 @@
 """Negation: is a mention of a finding denied in its sentence? And does a retriever notice? (Radiology §2.1, §3.4).
 
-The rules are NegEx's idea (Chapman et al., 2001) with scopes by clause instead of a window of words: a cue before the
+The rules are NegEx's idea (Chapman et al., 2001) with scopes by clause and a wide window of words: a cue before the
 mention denies up to the clause's end, a cue after it denies back to the clause's start, phrases that only look like a
 cue ("no change in", "cannot be excluded") deny nothing. tests/test_negation.py holds them to hand-labelled sentences,
 and tests/benchmarks/bench_negation.py compares them with negspacy on the same sentences.
@@ -21,6 +21,8 @@ _SEEN = (
     "seen|identified|visuali[sz]ed|visible|evident|present|appreciated|demonstrated|noted|detected|found|apparent|"
     "observed|shown|suspected|recogni[sz]ed|imaged|discernible|definite|likely|recommended"
 )
+# Words between cue and mention at most: notes have whole sections without a full stop.
+WORDS_BEFORE, WORDS_IN_LIST, WORDS_AFTER = 6, 10, 4
 # Look like a denial and are none; matched first, and their words can't start a cue.
 _NOT_A_CUE = re.compile(
     r"\b(?:(?:no|not|without|little|nor)(?: any)?(?: \w+){0,2}? (?:chang\w*|increas\w*|decreas\w*|difference"
@@ -35,7 +37,7 @@ _NOT_A_CUE = re.compile(
     re.IGNORECASE,
 )
 _BEFORE = re.compile(  # deny what follows
-    r"\b(?:no|not|without|w/o|never|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for|free (?:of|from)"
+    r"\b(?:no|not|without|w/o|never(?! \w+ed\b)|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for|free (?:of|from)"
     r"|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)|ruled out(?= for)"
     r"|rather than"
     r"|(?:interval |complete |full |total )?(?:resolution|clearing|clearance|disappearance) of|resolved(?= \w)"
@@ -70,7 +72,7 @@ _ABBREVIATION = re.compile(r"\b(?:dr|mr|mrs|ms|vs|approx|st|[a-z]\.[a-z]|\d)\.$"
 def sentences(text: str) -> list[str]:
     """Cut at `.`, `;`, `?` and `!` before white space; the numbers of a list ("1. ") and bullets are dropped."""
     parts: list[str] = []
-    for piece in re.split(r"(?<=[.;?!])\s+|\s+-\s+|\n+", text):
+    for piece in re.split(r"(?<=[.;?!])\s+|\s+(?=\d{1,2}\.\s)|\s+[-#]\s*(?=[a-z])|\n+", text):
         if parts and _ABBREVIATION.search(parts[-1]) and not re.fullmatch(r"\d\.", parts[-1]):
             parts[-1] += " " + piece
         else:
@@ -103,8 +105,14 @@ def denied(sentence: str, start: int, end: int) -> bool:
     text = _NOT_A_CUE.sub(lambda match: "\0" * len(match[0]), sentence)
     text = text[:start] + "\0" * (end - start) + text[end:]
     first, last = next((a, b) for a, b in reversed(_clauses(text)) if a <= start)
-    before = _BEFORE.search(text[first:start])
-    return bool(before or _AFTER.search(text[end : max(last, end)]))
+    cues = list(_BEFORE.finditer(text[first:start]))
+    if cues:
+        between = text[first + cues[-1].end() : start]
+        listed = re.search(r",|/|\b(?:or|nor|and)\b", between)
+        if len(between.split()) <= (WORDS_IN_LIST if listed else WORDS_BEFORE):
+            return True
+    cue = _AFTER.search(text[end : max(last, end)])
+    return cue is not None and len(text[end : end + cue.start()].split()) <= WORDS_AFTER
 
 
 def polarity(text: str, names: Iterable[str]) -> str | None:

@@ -35,6 +35,7 @@ class Settings:
     mlm: TripletConfig
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones
+    coded_minimum: int = 10  # reports that carry a coders' heading, for it to be a query
 
 
 def settings(profile: Profile) -> Settings:
@@ -47,7 +48,7 @@ def settings(profile: Profile) -> Settings:
     mlm = replace(paper, learning_rate=5e-5, epochs=5, max_steps=80)
     if profile.name == "smoke":
         made = _settings(replace(base, max_steps=1), replace(mlm, max_steps=1), 12, 12)
-        return replace(made, table1=made.table1[:2], table1_iu=made.table1[1:2])
+        return replace(made, coded_minimum=1, table1=made.table1[:2], table1_iu=made.table1[1:2])
     return _settings(base, mlm, None, 1500)
 
 
@@ -168,9 +169,9 @@ def separation_rows(
     return pd.concat([mean, spread], ignore_index=True)
 
 
-def coded_values(score: Score, found: Sequence[Report]) -> pd.DataFrame:
+def coded_values(profile: Profile, score: Score) -> pd.DataFrame:
     """IU X-ray by its coders (radiology.coded_task): a report scores as its best sentence. Values as query_values'."""
-    texts, coded = radiology.coded_task(found)
+    texts, coded = radiology.coded_task(reports(profile)[IU], settings(profile).coded_minimum)
     pieces = [radiology.report_sentences(r) for r in texts]
     unique = list(dict.fromkeys(s for piece in pieces for s in piece))
     scores, at = score(SentenceQueries(unique, coded)), {s: i for i, s in enumerate(unique)}
@@ -186,18 +187,27 @@ def bm25(task: SentenceQueries) -> np.ndarray:
     return BM25(task.sentences).scores(task.queries)
 
 
-def polarity_task(profile: Profile, split: str = "test") -> tuple[dict[str, str], dict[str, str], PolarityPools]:
-    """OpenCliniQ's chunks that affirm or deny a query, the queries that have both, and which does what.
+def polarity_task(profile: Profile, asked: str = "queries") -> tuple[dict[str, str], dict[str, str], PolarityPools]:
+    """Chunks of OpenCliniQ's test split that affirm or deny a disease, the queries that have both, and which does what.
 
-    A query's names are its text and those of its concept in the graph, where it names just one; names of fewer than
-    four letters are left out, since they mean too many things."""
-    bench, graph = pipeline.benchmark(profile, split), pipeline.knowledge_graph(profile)
+    `asked`: the benchmark's own disease `queries`, which rarely are denied, or the diseases and findings of the open
+    graph (`concepts`). Drugs and procedures are left out: "stop the drug" is no denial of it. A concept is found by all
+    its names in the graph but those of fewer than four letters, which mean too many things. Raises ValueError for
+    another `asked`."""
+    bench, graph = pipeline.benchmark(profile, "test"), pipeline.knowledge_graph(profile)
+    if asked == "queries":
+        wanted = {q: text for q, text in bench.queries.items() if bench.query_types[q] == "disease"}
+    elif asked == "concepts":
+        own = (c for c, sources in graph.sources.items() if "OPEN" in sources)
+        wanted = {c: graph.cui2pt[c] for c in own if graph.types.get(c) in ("disease", "finding")}
+    else:
+        raise ValueError(f"asked {asked!r} is neither queries nor concepts")
 
     def names_of(query: str) -> list[str]:
         concepts = graph.cuis(query)
         return [n for n in graph.synonyms(concepts[0]) if len(n) > 3] if len(concepts) == 1 else []
 
-    pools = negation.polarity_pools(bench.corpus, bench.queries, names_of)
+    pools = negation.polarity_pools(bench.corpus, wanted, names_of)
     ids = list(bench.corpus)
     used = sorted({int(i) for pool in (pools.affirmed, pools.denied) for rows in pool.values() for i in rows})
     at = {old: new for new, old in enumerate(used)}
@@ -205,5 +215,5 @@ def polarity_task(profile: Profile, split: str = "test") -> tuple[dict[str, str]
     def moved(pool: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {query: np.array([at[int(i)] for i in rows]) for query, rows in pool.items()}
 
-    corpus, queries = {ids[i]: bench.corpus[ids[i]] for i in used}, {q: bench.queries[q] for q in pools.affirmed}
+    corpus, queries = {ids[i]: bench.corpus[ids[i]] for i in used}, {q: wanted[q] for q in pools.affirmed}
     return corpus, queries, PolarityPools(moved(pools.affirmed), moved(pools.denied))

