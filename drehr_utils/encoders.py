@@ -58,14 +58,22 @@ def add_lora(encoder: SentenceTransformer, rank: int = 16, alpha: int = 32, drop
 
 
 def encode(
-    encoder: SentenceTransformer, texts: Sequence[str], batch_size: int = 64, progress: bool = False
+    encoder: SentenceTransformer,
+    texts: Sequence[str],
+    batch_size: int = 64,
+    progress: bool = False,
+    bf16: bool = False,
 ) -> np.ndarray:
-    """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once."""
+    """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once.
+
+    bf16: compute in bfloat16 where the device is fast at it: a third of the time on long texts, and scores that differ
+    in the third digit."""
     unique = list(dict.fromkeys(texts))
     encoder.eval()
-    embeddings = encoder.encode(
-        unique, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress, convert_to_numpy=True
-    ).astype(np.float32)
+    with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=bf16 and has_fast_bf16()):
+        embeddings = encoder.encode(
+            unique, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress, convert_to_numpy=True
+        ).astype(np.float32)
     at = {text: i for i, text in enumerate(unique)}
     return embeddings[[at[text] for text in texts]]
 

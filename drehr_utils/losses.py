@@ -52,3 +52,10 @@ def multi_similarity_loss(
     pull = _log1p_sum_exp(-alpha * (S - lam), P) / alpha
     push = _log1p_sum_exp(beta * (S - lam), N) / beta
     return (pull + push).mean()
+
+
+def embedding_drift(embeddings: Tensor, before: Tensor) -> Tensor:
+    """Mean cosine distance of unit embeddings [texts, dim] to those that the starting encoder gave. Scalar, 0 to 2.
+
+    No part of the papers: what the improved recipe adds to equation 3 so that other kinds of text stay in place."""
+    return (1 - (embeddings * before).sum(dim=1)).mean()

@@ -42,6 +42,13 @@ class MedQuad:
         passages = {p: self.passages[p] for p in ids[: max(last + 1, 64)]}
         return MedQuad(queries, {q: self.aspects[q] for q in queries}, passages, qrels, [])
 
+    def every(self, n: int) -> MedQuad:
+        """Every n-th query, all passages."""
+        queries = dict(list(self.queries.items())[::n])
+        return MedQuad(
+            queries, {q: self.aspects[q] for q in queries}, self.passages, {q: self.qrels[q] for q in queries}, []
+        )
+
 
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` under `folder`, by default $DREHR_PUBLIC_DATA.
@@ -121,5 +128,7 @@ def zero_shot(encode: Callable[[list[str]], np.ndarray], data: MedQuad, candidat
 
     `encode` maps texts to embeddings [texts, dim] and truncates long passages (CAPR: 512 tokens).
     """
-    scores = dense_scores(encode(list(data.queries.values())), encode(list(data.passages.values())))
-    return recall_values(data, candidates, np.take_along_axis(scores, candidates, axis=1))
+    used, places = np.unique(candidates, return_inverse=True)  # a passage that is nobody's candidate isn't encoded
+    texts = list(data.passages.values())
+    scores = dense_scores(encode(list(data.queries.values())), encode([texts[i] for i in used]))
+    return recall_values(data, candidates, np.take_along_axis(scores, places.reshape(candidates.shape), axis=1))

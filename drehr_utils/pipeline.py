@@ -18,10 +18,12 @@ from drehr_utils import (
     artifacts,
     cliniq,
     corpus,
+    drift,
     encoders,
     kg,
     llm,
     losses,
+    normalization,
     positives,
     prompts,
     retrieval,
@@ -36,6 +38,7 @@ from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.training import Recipe, TrainingSet
 
 START = "MiniLM (start)"
+READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
 
@@ -191,9 +194,22 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
         ids = graph.cuis(term)
         return frozenset(ids) if len(ids) == 1 else frozenset()
 
-    names = clinical_concepts(profile) if concepts else []
+    @cache
+    def broader(ids: frozenset[str]) -> frozenset[str]:
+        parents = {parent for cui in ids for parent in graph.hypernyms(cui)}
+        return frozenset(parents | {above for cui in parents for above in graph.hypernyms(cui)})
+
+    @cache
+    def related(ids: frozenset[str]) -> frozenset[str]:
+        return frozenset(other for cui in ids for _, other in graph.related(cui))
+
     return training.GraphView(
-        lambda text: positives.alias_spans(text, graph, matcher(profile)), concepts_in, concepts_of, names
+        spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
+        concepts_in=concepts_in,
+        broader=broader,
+        related=related,
+        concepts_of=concepts_of,
+        names=clinical_concepts(profile) if concepts else [],
     )
 
 
@@ -212,19 +228,34 @@ def starting_encoder(profile: Profile) -> SentenceTransformer:
     return encoders.load_encoder(profile.encoder, profile.pooling)
 
 
-def _train(profile: Profile, stage: str, config: training.StageConfig, start: Path | None, key: str) -> Path:
+def reading_names(profile: Profile) -> SentenceTransformer:
+    """The starting encoder, untrained, with a tokenizer that reads the graph's opaque names (normalization)."""
+    encoder = starting_encoder(profile)
+    normalization.read_names(encoder, normalization.opaque_names(knowledge_graph(profile), encoder.tokenizer))
+    return encoder
+
+
+def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
+    return reading_names(profile) if recipe.read_names else starting_encoder(profile)
+
+
+def _train(
+    profile: Profile, stage: str, config: training.StageConfig, start: Path | SentenceTransformer, key: str
+) -> Path:
     """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
     folder = profile.cache / "models" / f"{stage}-{key}"
     if folder.exists():
         return folder
-    encoder = encoders.load_encoder(start) if start else starting_encoder(profile)
+    encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
     if profile.lora:
         encoders.add_lora(encoder)
     sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
     view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
-    data = TrainingSet.build(chunks(profile), sets, config.sources, view)
+    others = drift.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
+    data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
     work = profile.cache / "checkpoints" / folder.name
-    curve = training.train_stage(encoder, data, config, work, save_steps=profile.save_steps)
+    reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
+    curve = training.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
     partial = folder.with_name(f"partial-{folder.name}")
     encoders.save_encoder(encoder, partial)
     curve.to_csv(partial / "loss.csv", index=False)
@@ -237,17 +268,22 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage.
 
     Stages that two recipes share are trained once."""
+    graph = (kg, vocabularies, profile.open_kg, str(profile.bios))
     modules = (training, losses, encoders, positives, corpus, prompts)
     key = artifacts.digest(*modules, profile.notes, profile.max_train_notes, list(profile.recorded_answers),
-                           profile.encoder, profile.pooling, profile.lora, profile.seed)  # fmt: skip
+                           profile.encoder, profile.pooling, profile.lora, profile.seed,
+                           *([normalization, *graph] if recipe.read_names else []))  # fmt: skip
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            uses_graph = stage == "stage1" or config.uses_graph
-            graph = (kg, vocabularies, profile.open_kg, str(profile.bios)) if uses_graph else ()
-            key = artifacts.digest(key, stage, config, *graph)
-            folder = _train(profile, stage, config, folder, key)
+            used = graph if stage == "stage1" or config.uses_graph else ()
+            key = artifacts.digest(key, stage, config, *used, *([drift] if config.keep else []))
+            folder = _train(profile, stage, config, folder or _untrained(profile, recipe), key)
             curves[stage] = pd.read_csv(folder / "loss.csv")
+    if folder is None:
+        folder = profile.cache / "models" / f"untrained-{key}"
+        if not folder.exists():
+            encoders.save_encoder(_untrained(profile, recipe), folder)
     if recipe.own_share < 1:
         averaged = folder.with_name(f"averaged-{artifacts.digest(key, recipe.own_share)}")
         if not averaged.exists():

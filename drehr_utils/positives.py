@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from drehr_utils.corpus import Chunk, DataError
 from drehr_utils.kg import KnowledgeGraph
-from drehr_utils.matching import EntityMatcher
+from drehr_utils.matching import EntityMatcher, Match
 
 STAGE1_SOURCES = ("string match", "abbreviation", "synonym", "hypernym", "related")  # Table 1's rows
 STAGE2_SOURCES = ("disease", "procedure", "drug")  # Table 2's rows
@@ -172,6 +172,12 @@ def expand_entity(entity: str, kg: KnowledgeGraph, rng: np.random.Generator) -> 
     return added
 
 
+def _matches_of_each(chunks: Sequence[Chunk], matcher: EntityMatcher, block: int = 10_000) -> Iterator[list[Match]]:
+    """Every chunk's matches in turn, looked up many chunks at once; a block's are held at a time."""
+    for start in range(0, len(chunks), block):
+        yield from matcher.find_all([chunk.text for chunk in chunks[start : start + block]])
+
+
 def stage1_positives(
     chunks: Sequence[Chunk],
     kg: KnowledgeGraph,
@@ -186,9 +192,10 @@ def stage1_positives(
     (Table 1's rows add up to its last). Draws depend on `seed` and the chunk's id alone, not on the other chunks."""
 
     def rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        found = _matches_of_each(chunks, matcher)
         for chunk in tqdm(chunks, desc="stage I positives", disable=not progress, unit="chunk"):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
-            entities = [("string match", match.term) for match in matcher.find(chunk.text)]
+            entities = [("string match", match.term) for match in next(found)]
             entities += [("abbreviation", full_name) for _, full_name in abbreviations.get(chunk.id, ())]
             first_source = {}
             for source, term in entities:

@@ -52,12 +52,16 @@ class Profile:
 _IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook 05
     positives_per_chunk=16,
     batch_size=32,
-    epochs=3,
+    epochs=2,
     learning_rate=4e-4,
     both_ways=True,
     mask_false_negatives=True,
     complete_labels=True,
+    complete_hypernyms=True,
+    leave_out_related=True,
     substitution=0.4,
+    keep=10.0,
+    kept_per_chunk=2,
 )
 _OPEN = Profile(
     name="open",
@@ -65,7 +69,7 @@ _OPEN = Profile(
         stage1=StageConfig(positives_per_chunk=32, batch_size=32, epochs=1),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
-    improved=Recipe(stage2=_IMPROVED_STAGE2, own_share=0.7),
+    improved=Recipe(stage2=_IMPROVED_STAGE2, own_share=0.5, read_names=True),
 )
 
 _TINY = dict(batch_size=8, max_steps=2)
@@ -92,7 +96,7 @@ _MIMIC = Profile(
         stage1=StageConfig(positives_per_chunk=128, batch_size=32, epochs=3),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
-    improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), own_share=0.7),
+    improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), own_share=0.5, read_names=True),
     save_steps=1000,
 )
 

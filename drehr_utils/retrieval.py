@@ -25,7 +25,7 @@ class BM25:
 
     Document frequencies and the average length are the whole corpus's in both settings; Single-Patient Retrieval reads
     a note's columns. The weights are put into a sparse matrix, since rank-bm25 walks all texts for each query word.
-    (bm25s is as fast, but has no variant with rank-bm25's floor for words in more than half of the texts.)
+    lexical.FastBM25 gives the same scores for one query at a time, by bm25s.
     """
 
     def __init__(
@@ -94,8 +94,13 @@ def reciprocal_rank_fusion(runs: Sequence[np.ndarray], ties: np.ndarray, k: int 
     `runs` are score arrays of one shape, `ties` orders equal scores within each. Ranks belong to a pool: fuse the
     note's scores for Single-Patient Retrieval, the corpus's for Multi-Patient (evaluation.py does so for a tuple).
     """
-    places = [np.argsort(rank(np.asarray(run), ties), axis=-1) + 1 for run in runs]
-    return sum(1.0 / (k + place) for place in places)
+    fused = 0.0
+    for run in runs:
+        order = rank(np.asarray(run), ties)
+        places = np.empty(order.shape)
+        np.put_along_axis(places, order, np.arange(1.0, order.shape[-1] + 1), axis=-1)  # the inverse permutation
+        fused = fused + 1.0 / (k + places)
+    return fused
 
 
 def as_run(

@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+from sentence_transformers import SentenceTransformer
 
-from drehr_utils import artifacts, cliniq, encoders, evaluation, pipeline
+from drehr_utils import artifacts, cliniq, encoders, evaluation, medquad, pipeline
 from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training import Recipe, StageConfig
 
@@ -29,11 +30,17 @@ _FAST = replace(_BOTH, learning_rate=3e-4)
 _NO_RELATED = ("string match", "abbreviation", "synonym", "hypernym")
 _STAGE1 = replace(_FAST, positives_per_chunk=32, sources=_NO_RELATED)
 _NAMES = replace(_FAST, epochs=2, substitution=0.4)
+_COMPLETED = replace(_NAMES, complete_labels=True, learning_rate=4e-4, epochs=3)
+_KEPT = replace(_COMPLETED, keep=5.0)
+_SHORT = replace(_KEPT, learning_rate=3e-4, epochs=1)
+_BROADER = replace(_SHORT, complete_hypernyms=True, leave_out_related=True)
 
 
 def candidates(profile: Profile) -> dict[str, Recipe]:
     """Name -> recipe, in the order in which they were tried: each says what it adds to the one it builds on."""
     return {
+        "no training": Recipe(),
+        "no training, opaque names read": Recipe(read_names=True),
         "A. stage II, both ways and masked": Recipe(stage2=_BOTH),
         "B. A, 8 chunks of a note in a batch": Recipe(stage2=replace(_BOTH, chunks_per_note=8)),
         "C. A, learning rate 3e-4": Recipe(stage2=_FAST),
@@ -42,16 +49,26 @@ def candidates(profile: Profile) -> dict[str, Recipe]:
         "F. E, concepts as anchors, learning rate 5e-4": Recipe(
             stage2=replace(_NAMES, concepts_per_batch=64, learning_rate=5e-4)
         ),
-        "G. E, labels completed by the graph, learning rate 4e-4, 3 epochs": profile.improved,
+        "G. E, labels completed by the graph, learning rate 4e-4, 3 epochs": Recipe(stage2=_COMPLETED),
+        "H. G, other kinds of text kept in place": Recipe(stage2=_KEPT),
+        "I. H with 1 epoch, learning rate 3e-4, the loss's lambda 0.3": Recipe(stage2=replace(_SHORT, lam=0.3)),
+        "J. I with lambda 0.5, broader concepts positive, related ones left out": Recipe(stage2=_BROADER),
+        "K. J, opaque names read, 2 epochs, learning rate 4e-4, kept harder": profile.improved,
         "as published": profile.published,
     }
 
 
-def dev_scores(profile: Profile, folder: Path, own_share: float) -> dict[str, float]:
-    """Metrics on dev: six of Table 4, MAP of each match type, and the share of the most frequent top-1 chunk in %."""
+def averaged(profile: Profile, folder: Path, own_share: float) -> SentenceTransformer:
+    """The model in `folder`, its weights averaged with the starting encoder's where own_share is below 1."""
     encoder = encoders.load_encoder(folder)
     if own_share < 1:
         encoders.average_weights(encoder, pipeline.starting_encoder(profile), own_share)
+    return encoder
+
+
+def dev_scores(profile: Profile, folder: Path, own_share: float) -> dict[str, float]:
+    """Metrics on dev: six of Table 4, MAP of each match type, and the share of the most frequent top-1 chunk in %."""
+    encoder = averaged(profile, folder, own_share)
     bench = pipeline.benchmark(profile, "dev")
     scores = pipeline.dense(encoder, bench)
     row = {f"single {k}": v for k, v in evaluation.means(evaluation.single_patient(bench, scores)).items()}
@@ -60,6 +77,19 @@ def dev_scores(profile: Profile, folder: Path, own_share: float) -> dict[str, fl
         row[match_type] = evaluation.means(evaluation.single_patient(bench, scores, match_type))["MAP"]
     row["top-1 hub"] = 100 * evaluation.hubness(scores).top1_share
     return {name: round(float(value), 2) for name, value in row.items() if "Average" not in name}
+
+
+def transfer_scores(profile: Profile, folder: Path, own_share: float) -> dict[str, float]:
+    """Zero-shot R@1 and R@5 on a sample of MedQuAD, 16 candidates a query; empty where the data aren't at hand.
+
+    A guard against forgetting, not a target: the full split with 64 candidates is notebook 08's."""
+    data = medquad.load_medquad()
+    if data is None:
+        return {}
+    data, encoder = data.every(7), averaged(profile, folder, own_share)
+    candidates = medquad.medquad_candidates(data, medquad.term_scores(data, "BM25"), n=16)
+    values = medquad.zero_shot(lambda texts: encoders.encode(encoder, texts, bf16=True), data, candidates)
+    return {f"MedQuAD {metric}": round(float(value), 2) for metric, value in evaluation.means(values).items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
             folder, _ = pipeline.train_recipe(profile, plain)
             minutes = (time.time() - start) / 60
             row = {"candidate": name, "own_share": share, "recipe": key, **dev_scores(profile, folder, share)}
+            row |= transfer_scores(profile, folder, share)
             row |= {"minutes": round(minutes, 1), "date": datetime.date.today().isoformat(),
                     "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
             record = pd.concat([record[~known], pd.DataFrame([row])], ignore_index=True)

@@ -40,7 +40,7 @@ class Layout:
     labels: dict[str, str] = field(default_factory=dict)  # a key's value -> what the table prints
 
 
-def paper_figures(paper: str, table: int, path: Path = PAPERS) -> pd.DataFrame:
+def paper_figures(paper: str, table: int | str, path: Path = PAPERS) -> pd.DataFrame:
     """The published figures of a paper's table: `system, setting, group, metric, value` as in data/papers.csv.
 
     Papers: `drehr`, `cliniq`, `capr`. Raises DataError for a malformed file or a table that isn't there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,11 @@ class StageConfig:
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
     substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
+    complete_hypernyms: bool = False  # ... or a narrower one
+    leave_out_related: bool = False  # a term related to a concept of the chunk is no negative for it
     concepts_per_batch: int = 0  # the graph's concepts that join as anchors: one name, the others positive
+    keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
+    kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
     alpha: float = losses.ALPHA
     beta: float = losses.BETA
@@ -48,7 +53,7 @@ class StageConfig:
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        return bool(self.substitution or self.concepts_per_batch or self.complete_labels)
+        return bool(self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Recipe:
     stage1: StageConfig | None = None
     stage2: StageConfig | None = None
     own_share: float = 1.0  # of the trained weights in their average with the starting ones; 1: no averaging
+    read_names: bool = False  # the tokenizer reads the graph's opaque names as what they stand for (normalization)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class GraphView:
 
     spans: Callable[[str], list[tuple[int, int, list[str]]]] = lambda text: []  # positives.alias_spans of a text
     concepts_in: Callable[[str], frozenset[str]] = lambda text: frozenset()  # ids of the concepts a text mentions
+    broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
+    related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
     names: list[list[str]] = field(default_factory=list)  # of the concepts that may join a batch, the usual one first
 
@@ -79,6 +87,7 @@ class TrainingSet:
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
     without_positives: int = 0
     graph: GraphView = field(default_factory=lambda: GraphView())
+    other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
 
     @classmethod
     def build(
@@ -87,6 +96,7 @@ class TrainingSet:
         sets: PositiveSets,
         sources: Sequence[str] | None = None,
         graph: GraphView | None = None,
+        other_texts: Sequence[str] = (),
     ) -> TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
 
@@ -103,6 +113,7 @@ class TrainingSet:
             lambda k: sets.of(kept[k], sources),
             len(chunks) - len(kept),
             graph or GraphView(),
+            list(other_texts),
         )
 
     def __len__(self) -> int:
@@ -146,8 +157,19 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int =
     return schedule[:steps]
 
 
+class Row(NamedTuple):
+    """One anchor of a batch."""
+
+    text: str
+    drawn: list[str]  # the positives that this step contrasts
+    positives: list[str]  # all of them
+    mentioned: frozenset[str] = frozenset()  # ids of the graph's concepts whose terms are positive for the text
+    left_out: frozenset[str] = frozenset()  # ids of those whose terms are neither positive nor negative
+    others: Sequence[str] = ()  # texts of other kinds, to be kept in place
+
+
 class PositivePairs(Dataset):
-    """(epoch, index) -> text, drawn positives, all positives, concepts in the text; fixed by seed, epoch and index."""
+    """(epoch, index) -> the row; fixed by seed, epoch and index."""
 
     def __init__(self, data: TrainingSet, config: StageConfig):
         self.data, self.config = data, config
@@ -155,19 +177,28 @@ class PositivePairs(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[str, list[str], list[str], frozenset[str]]:
+    def __getitem__(self, key: tuple[int, int]) -> Row:
         epoch, i = key
         config, graph = self.config, self.data.graph
         rng = np.random.default_rng([config.seed, 1 + epoch, i])
         if i >= len(self.data):
             text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
-            return text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms], frozenset()
+            return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
         terms, text = self.data.positives(i), self.data.texts[i]
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
+        left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
+        if config.complete_hypernyms:
+            mentioned |= graph.broader(mentioned)
         if config.substitution:
             text = substitute_aliases(text, graph.spans(text), config.substitution, rng)
-        return text, drawn, terms, mentioned
+        kept = config.kept_per_chunk if config.keep else 0
+        others = (
+            [self.data.other_texts[i] for i in rng.choice(len(self.data.other_texts), kept, replace=False)]
+            if kept
+            else []
+        )
+        return Row(text, drawn, terms, mentioned, left_out, others)
 
 
 @dataclass
@@ -178,31 +209,42 @@ class Collator:
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
     rows_per_bucket: int = 16
     entity_buckets: int = 8
+    reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
 
-    def __call__(self, rows: list[tuple[str, list[str], list[str], frozenset[str]]]) -> dict:
-        terms = list(dict.fromkeys(term for _, drawn, *_ in rows for term in drawn))
+    def __call__(self, rows: list[Row]) -> dict:
+        terms = list(dict.fromkeys(term for row in rows for term in row.drawn))
         at = {term: u for u, term in enumerate(terms)}
         known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
-        concepts = [self.concepts_of(term) for term in terms] if any(row[3] for row in rows) else []
-        for b, (_, _, all_positives, mentioned) in enumerate(rows):
-            known[b, [at[term] for term in all_positives if term in at]] = True
-            known[b, [u for u, ids in enumerate(concepts) if ids & mentioned]] = True
+        left_out = torch.zeros_like(known)
+        concepts = [self.concepts_of(term) for term in terms] if any(row.mentioned for row in rows) else []
+        for b, row in enumerate(rows):
+            known[b, [at[term] for term in row.positives if term in at]] = True
+            known[b, [u for u, ids in enumerate(concepts) if ids & row.mentioned]] = True
+            left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
         buckets = -(-len(rows) // self.rows_per_bucket)
+        others = [text for row in rows for text in row.others]
+        kept = {}
+        for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
+            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
         return {
-            "chunks": token_buckets(self.encoder, [row[0] for row in rows], CHUNK_TOKENS, buckets),
+            "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
             "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
-            "columns": torch.tensor([[at[term] for term in drawn] for _, drawn, *_ in rows]),  # [chunks, positives]
+            "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
+            "left_out": left_out & ~known,  # likewise: neither positive nor negative
+            **kept,
         }
 
 
-def contrastive_loss(S: Tensor, columns: Tensor, known: Tensor, config: StageConfig) -> Tensor:
+def contrastive_loss(
+    S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None
+) -> Tensor:
     """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities].
 
     Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
     are its positives, the others' its negatives (in-batch negatives, §3.3). `mask_false_negatives` leaves out the
-    others' draws that are known positives of the chunk. `both_ways` adds the same loss with each entity as anchor over
-    the batch's chunks."""
+    others' draws that are known positives of the chunk. Pairs of `left_out` [chunks, entities] are no negatives either.
+    `both_ways` adds the same loss with each entity as anchor over the batch's chunks."""
     hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
     n_chunks, n_drawn = columns.shape
     flat = columns.reshape(-1)
@@ -210,11 +252,14 @@ def contrastive_loss(S: Tensor, columns: Tensor, known: Tensor, config: StageCon
     negatives = ~own
     if config.mask_false_negatives:
         negatives = negatives & ~known[:, flat]
+    if left_out is not None:
+        negatives = negatives & ~left_out[:, flat]
     loss = losses.multi_similarity_loss(S[:, flat], own, negatives, **hyper)
     if config.both_ways:
         drawn = torch.zeros_like(known).scatter_(1, columns, True)
         positives = known if config.mask_false_negatives else drawn
-        loss = (loss + losses.multi_similarity_loss(S.T, positives.T, ~positives.T, **hyper)) / 2
+        negatives = ~positives if left_out is None else ~positives & ~left_out
+        loss = (loss + losses.multi_similarity_loss(S.T, positives.T, negatives.T, **hyper)) / 2
     return loss
 
 
@@ -241,9 +286,9 @@ class StepBar(TrainerCallback):
 class ContrastiveTrainer(Trainer):
     """transformers' Trainer over a fixed schedule of batches."""
 
-    def __init__(self, *args, config: StageConfig, schedule: list[list[tuple[int, int]]], **kwargs):
+    def __init__(self, *args, config: StageConfig, schedule: list, reference: SentenceTransformer | None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.config, self.schedule = config, schedule
+        self.config, self.schedule, self.reference = config, schedule, reference
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
@@ -252,7 +297,12 @@ class ContrastiveTrainer(Trainer):
         chunks = embed_buckets(model, inputs["chunks"])
         entities = embed_buckets(model, inputs["entities"])
         with torch.autocast(chunks.device.type, enabled=False):  # similarities and the loss in float32
-            loss = contrastive_loss(chunks @ entities.T, inputs["columns"], inputs["known"], self.config)
+            S = chunks @ entities.T
+            loss = contrastive_loss(S, inputs["columns"], inputs["known"], self.config, inputs["left_out"])
+        if "others" in inputs:
+            with torch.no_grad(), self.accelerator.autocast():
+                before = embed_buckets(self.reference, inputs["others_before"])
+            loss = loss + self.config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), before)
         return (loss, {}) if return_outputs else loss
 
 
@@ -272,6 +322,7 @@ def train_stage(
     config: StageConfig,
     output: Path,
     *,
+    reference: SentenceTransformer | None = None,
     save_steps: int = 50,
     callbacks: Sequence[TrainerCallback] = (),
     progress: bool = True,
@@ -280,7 +331,9 @@ def train_stage(
     """Trains `encoder` in place with AdamW, warm-up and linear decay (§4.2); returns the loss curve (step, loss, lr).
 
     `output` holds checkpoints: a run that was cut off goes on from the last one when called again with the same data
-    and configuration."""
+    and configuration. `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
+    if config.keep and reference is None:
+        raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
     prepare_for_training(encoder, config)
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
     schedule = batch_schedule(note_ids, config, len(data.graph.names))
@@ -310,10 +363,11 @@ def train_stage(
         model=encoder,
         args=arguments,
         train_dataset=PositivePairs(data, config),
-        data_collator=Collator(encoder, data.graph.concepts_of),
+        data_collator=Collator(encoder, data.graph.concepts_of, reference=reference),
         callbacks=[StepBar(progress), *callbacks],
         config=config,
         schedule=schedule,
+        reference=reference,
     )
     trainer.remove_callback(PrinterCallback)
     checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))

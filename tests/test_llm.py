@@ -180,7 +180,7 @@ def test_prompts_are_sent_as_printed_and_the_note_survives():
 
 
 def test_prompt_hashes_are_the_papers():
-    assert {task: prompts.prompt_sha256(task) for task in prompts.PROMPTS} == prompts.PAPER_PROMPT_SHA256
+    assert {task: prompts.prompt_sha256(task) for task in prompts.PAPER_PROMPT_SHA256} == prompts.PAPER_PROMPT_SHA256
     as_template = FIGURE_3 % ("{note}", "{entity_type}")
     assert prompts.PAPER_PROMPT_SHA256["entity_generation"] == hashlib.sha256(as_template.encode()).hexdigest()
 

@@ -43,7 +43,7 @@ def test_draws_are_exact_in_number_and_cover_short_lists():
     many = draw_positives([str(i) for i in range(50)], 16, rng)
     assert len(many) == len(set(many)) == 16
     dataset = training.PositivePairs(data(), replace(CONFIG, positives_per_chunk=1))
-    assert len({dataset[(epoch, 0)][1][0] for epoch in range(20)}) == 2  # drawn anew each epoch
+    assert len({dataset[(epoch, 0)].drawn[0] for epoch in range(20)}) == 2  # drawn anew each epoch
     assert dataset[(3, 0)] == dataset[(3, 0)]
 
 
@@ -74,8 +74,8 @@ def test_gradients_equal_those_of_every_entity_encoded_by_itself():
     config = replace(CONFIG, both_ways=True, mask_false_negatives=True)
     training.prepare_for_training(encoder, config)
     encoder.train()
-    rows = [("chf on lasix", ["furosemide", "heart failure"], ["furosemide", "heart failure"], frozenset()),
-            ("edema, lasix", ["furosemide", "edema"], ["furosemide", "edema"], frozenset())]  # fmt: skip
+    rows = [training.Row("chf on lasix", ["furosemide", "heart failure"], ["furosemide", "heart failure"]),
+            training.Row("edema, lasix", ["furosemide", "edema"], ["furosemide", "edema"])]  # fmt: skip
     batch = training.Collator(encoder)(rows)
     chunks, once = encoders.embed_buckets(encoder, batch["chunks"]), encoders.embed_buckets(encoder, batch["entities"])
     training.contrastive_loss(
@@ -83,7 +83,7 @@ def test_gradients_equal_those_of_every_entity_encoded_by_itself():
     ).backward()
     ours = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
     encoder.zero_grad()
-    drawn = [term for _, terms, *_ in rows for term in terms]
+    drawn = [term for row in rows for term in row.drawn]
     four = torch.cat([encoders.embed_buckets(encoder, encoders.token_buckets(encoder, [t], 16, 1)) for t in drawn])
     S = encoders.embed_buckets(encoder, batch["chunks"]) @ four.T
     P = torch.tensor([[True, True, False, False], [False, False, True, True]])
@@ -180,13 +180,63 @@ def test_labels_are_completed_by_the_graph_and_concepts_join_as_anchors():
     encoder = pipeline.starting_encoder(load_profile("smoke"))
     collated = training.Collator(encoder, view.concepts_of)([pairs[0, 0], pairs[0, 1]])
     assert collated["known"].tolist() == [[True, True], [False, True]]  # edema, furosemide: completed for the first
-    text, drawn, known, _ = pairs[0, 2]
-    assert {text, *drawn} == set(known) == {"furosemide", "lasix", "frusemide"}
+    concept = pairs[0, 2]
+    assert {concept.text, *concept.drawn} == set(concept.positives) == {"furosemide", "lasix", "frusemide"}
     plain = training.PositivePairs(training_set, replace(config, complete_labels=False))
     assert training.Collator(encoder, view.concepts_of)([plain[0, 0], plain[0, 1]])["known"].tolist()[0] == [
         True,
         False,
     ]
+
+
+def test_broader_concepts_are_positive_and_related_ones_left_out():
+    view = training.GraphView(
+        concepts_in=lambda text: frozenset({"metformin"}) if "metformin" in text else frozenset(),
+        broader=lambda ids: frozenset({"antidiabetic"}) if ids else frozenset(),
+        related=lambda ids: frozenset({"diabetes", "antidiabetic"}) if ids else frozenset(),
+        concepts_of=lambda term: frozenset({term}),
+    )
+    chunks = [Chunk("a_0", "a", "on metformin"), Chunk("b_0", "b", "edema, sugars high")]
+    rows = [("a_0", [("drug", "metformin")]), ("b_0", [("disease", "diabetes"), ("drug", "antidiabetic")])]
+    training_set = TrainingSet.build(chunks, PositiveSets.build(rows, STAGE2_SOURCES), graph=view)
+    config = replace(
+        CONFIG, positives_per_chunk=2, complete_labels=True, complete_hypernyms=True, leave_out_related=True
+    )
+    pairs = training.PositivePairs(training_set, config)
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    batch = training.Collator(encoder, view.concepts_of)([pairs[0, 0], pairs[0, 1]])
+    order = np.argsort([["metformin", "diabetes", "antidiabetic"].index(t) for t in dict.fromkeys(
+        [*pairs[0, 0].drawn, *pairs[0, 1].drawn])])  # fmt: skip
+    assert batch["known"][:, order].tolist() == [[True, False, True], [False, True, True]]
+    assert batch["left_out"][:, order].tolist() == [[False, True, False], [False, False, False]]
+
+
+def test_what_is_left_out_contributes_nothing_to_the_loss():
+    S = torch.tensor([[0.6, 0.9], [0.2, 0.7]])
+    columns, known = torch.tensor([[0], [1]]), torch.eye(2, dtype=torch.bool)
+    left_out = torch.tensor([[False, True], [False, False]])
+    changed = S.clone()
+    changed[0, 1] = 0.3
+    losses = [training.contrastive_loss(s, columns, known, CONFIG, left_out).item() for s in (S, changed)]
+    assert losses[0] == losses[1]
+    assert training.contrastive_loss(S, columns, known, CONFIG).item() != losses[0]
+
+
+def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_path):
+    others = [f"{entity} {aspect}" for entity in ("gout", "scurvy", "rabies") for aspect in ("treatment", "causes")]
+    start = encoders.encode(pipeline.starting_encoder(load_profile("smoke")), others)
+
+    def drift(keep: float) -> float:
+        training_set = replace(data(), other_texts=others)
+        encoder = pipeline.starting_encoder(load_profile("smoke"))
+        config = replace(CONFIG, keep=keep, kept_per_chunk=2)
+        reference = pipeline.starting_encoder(load_profile("smoke"))
+        train_stage(
+            encoder, training_set, config, tmp_path / str(keep), reference=reference, save_steps=0, progress=False
+        )
+        return float((1 - (encoders.encode(encoder, others) * start).sum(1)).mean())
+
+    assert drift(20.0) < drift(0.0) / 2
 
 
 def test_mismatched_or_empty_data_is_refused():
