@@ -37,7 +37,8 @@ _NOT_A_CUE = re.compile(
     re.IGNORECASE,
 )
 _BEFORE = re.compile(  # deny what follows
-    r"\b(?:no|not|without|w/o|never(?! \w+ed\b)|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for|free (?:of|from)"
+    r"\b(?:no|not|without|w/o|never(?! \w+ed\b)|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for"
+    r"|free (?:of|from)"
     r"|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)|ruled out(?= for)"
     r"|rather than"
     r"|(?:interval |complete |full |total )?(?:resolution|clearing|clearance|disappearance) of|resolved(?= \w)"

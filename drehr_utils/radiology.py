@@ -24,6 +24,7 @@ from ir_measures import AP, Rprec
 from sentence_transformers import SentenceTransformer
 
 from drehr_utils import encoders, evaluation, negation, tables
+from drehr_utils.cliniq import read_json_lines
 from drehr_utils.corpus import DataError
 from drehr_utils.medquad import DATA_VARIABLE
 from drehr_utils.profiles import ROOT
@@ -90,10 +91,12 @@ def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Findi
 
 def read_collection(path: Path) -> list[Report]:
     """Reports of an open_cxr collection (JSON lines: uid, findings, impression). Raises DataError for a bad line."""
-    from drehr_utils.cliniq import read_json_lines
-
-    rows = read_json_lines(path, ("uid", "findings", "impression"))
-    return [Report(row["uid"], row["findings"], row["impression"]) for _, _, row in rows]
+    fields, reports = ("uid", "findings", "impression"), []
+    for number, where, row in read_json_lines(path, fields):
+        if bad := [field for field in fields if not isinstance(row[field], str)]:
+            raise DataError(f"{where}, row {number}, field {bad[0]}: not a string; quote it")
+        reports.append(Report(*(row[field] for field in fields)))
+    return reports
 
 
 def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
@@ -104,7 +107,7 @@ def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
     if path is None or not path.exists():
         print(
             f"IU X-ray not found, so its columns are skipped: set {DATA_VARIABLE} to a folder with "
-            "iu_xray/indiana_reports.csv.gz (python -m drehr_utils.public_data --help fetches it)."
+            "iu_xray/indiana_reports.csv.gz (python -m drehr_utils.public_data iu_xray fetches it)."
         )
         return None
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
@@ -232,7 +235,7 @@ def label_sentence(sentence: str, matcher: FindingMatcher) -> dict[str, bool]:
     """Findings of a sentence: affirmed (True) where one mention is, else ruled out (False)."""
     labels: dict[str, bool] = {}
     for mention in matcher.find(sentence):
-        # The last word's span decides: "no pleural or pericardial effusion" denies both.
+        # From its first word to its last: "no pleural or pericardial effusion" denies both.
         present = not negation.denied(sentence, mention.start, mention.end)
         labels[mention.finding] = labels.get(mention.finding, False) or present
     return labels
@@ -296,7 +299,8 @@ def entry_counts(entries: Sequence[Entry]) -> dict[str, int]:
 def split_by_finding(entries: Sequence[Entry], seed: int = 0) -> tuple[list[Entry], list[Entry]]:
     """Two halves without a common finding and with about equally many entries (§3.2).
 
-    Findings are dealt in a random order of the seed, the next one always to the smaller half."""
+    Findings of more than a twentieth of the entries are dealt first, largest first, then the others in a random order
+    of the seed; each goes to the half that is smaller by then."""
     sizes: dict[str, int] = defaultdict(int)
     for entry in entries:
         sizes[entry.finding] += 1
@@ -351,13 +355,13 @@ def result_rows(system: str, setting: str, values: pd.DataFrame, start: pd.DataF
 Encode = Callable[[Sequence[str]], np.ndarray]  # texts -> unit-length embeddings [texts, dim]
 
 
-def remembering(encoder: SentenceTransformer) -> Encode:
-    """The encoder as a function that encodes a text once, however many tables ask for it."""
+def remembering(encoder: SentenceTransformer, bf16: bool = False) -> Encode:
+    """The encoder as a function that encodes a text once, however many tables ask for it; bf16: encoders.encode's."""
     known: dict[str, np.ndarray] = {}
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         if fresh := [text for text in dict.fromkeys(texts) if text not in known]:
-            known.update(zip(fresh, encoders.encode(encoder, fresh, batch_size=128), strict=True))
+            known.update(zip(fresh, encoders.encode(encoder, fresh, batch_size=128, bf16=bf16), strict=True))
         return np.stack([known[text] for text in texts])
 
     return encode

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from sentence_transformers import SentenceTransformer
 
-from drehr_utils import artifacts, encoders, evaluation, negation, pipeline, radiology, triplets
+from drehr_utils import artifacts, encoders, evaluation, negation, pipeline, radiology, tables, triplets
 from drehr_utils.negation import PolarityPools
-from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.profiles import Profile
 from drehr_utils.radiology import Encode, Entry, Report, SentenceQueries
 from drehr_utils.retrieval import BM25
 from drehr_utils.triplets import TripletConfig
@@ -22,14 +22,15 @@ MLM, OURS = "MiniLM (MLM-tuned)", "SBERT (radiology)"
 IN_PAPER = {pipeline.START: "BioClinicalBERT", MLM: "BERT (fine-tuned)", OURS: "SBERT (ours)"}
 IU = "IU X-ray"
 ROLES = {"A": "IND", "B": "NIH", IU: "IND"}  # whose published figures stand beside ours; IU X-ray is the paper's IND
-SEARCH = ROOT / "data/radiology_search.csv"  # what dev said: collection A's two folds
+RATES, FOLD_STEPS = (5e-5, 1e-4, 2e-4), 40  # of the open profile
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A profile's sizes. The best row of Table 1 trains the models of Tables 2 to 4."""
+    """A profile's sizes. `best`, the best row of the paper's Table 1, trains the models of Tables 2 to 4."""
 
     best: TripletConfig
+    rates: tuple[float, ...]  # learning rates tried on dev, collection A's folds; see chosen
     table1: tuple[TripletConfig, ...]
     table1_iu: tuple[TripletConfig, ...]
     mlm: TripletConfig
@@ -39,24 +40,25 @@ class Settings:
 
 
 def settings(profile: Profile) -> Settings:
-    """Appendix A's hyper-parameters under `mimic`; under `open` the rate that dev chose and as many steps as its
-    budget allows, the same in every row of Table 1."""
+    """Appendix A's hyper-parameters under `mimic`; under `open` as many steps as its budget allows, the same in every
+    row of Table 1 and twice as many for Tables 2 to 4, which train on twice the entries."""
     paper = TripletConfig(seed=profile.seed)
     if profile.name == "mimic":
-        return _settings(paper, replace(paper, learning_rate=5e-5, epochs=5), None, None)
-    base = replace(paper, learning_rate=1e-4, max_steps=30)
-    mlm = replace(paper, learning_rate=5e-5, epochs=5, max_steps=80)
+        return _settings(paper, (paper.learning_rate,), replace(paper, learning_rate=5e-5, epochs=5), None, None)
+    base, mlm = replace(paper, max_steps=FOLD_STEPS), replace(paper, learning_rate=5e-5, epochs=5, max_steps=80)
     if profile.name == "smoke":
-        made = _settings(replace(base, max_steps=1), replace(mlm, max_steps=1), 12, 12)
+        made = _settings(replace(base, max_steps=1), RATES[:2], replace(mlm, max_steps=1), 12, 12)
         return replace(made, coded_minimum=1, table1=made.table1[:2], table1_iu=made.table1[1:2])
-    return _settings(base, mlm, None, 1500)
+    return _settings(base, RATES, mlm, None, 1500)
 
 
-def _settings(base: TripletConfig, mlm: TripletConfig, reports: int | None, iu_reports: int | None) -> Settings:
+def _settings(
+    base: TripletConfig, rates: tuple[float, ...], mlm: TripletConfig, reports: int | None, iu_reports: int | None
+) -> Settings:
     rows = [replace(base, hard=False, mega_batch=32), replace(base, mega_batch=32)]
     rows += [replace(base, mega_batch=size) for size in (64, 128, 256, 512)]
     best = replace(base, mega_batch=128, max_steps=base.max_steps and 2 * base.max_steps)
-    return Settings(best, tuple(rows), (rows[0], rows[1], rows[3]), mlm, reports, iu_reports)
+    return Settings(best, rates, tuple(rows), (rows[0], rows[1], rows[3]), mlm, reports, iu_reports)
 
 
 # --- data --------------------------------------------------------------------------------------------------------
@@ -82,6 +84,13 @@ def training_entries(profile: Profile, train: str, test: str) -> list[Entry]:
     return radiology.without_sentences(entries(profile, train), entries(profile, test))
 
 
+def test_entries(profile: Profile, collection: str) -> list[Entry]:
+    """What Tables 2 and 3 test on. Of IU X-ray, the sentences that A's model was trained on are left out here, not from
+    training, so that the model is the same with and without IU X-ray."""
+    found = entries(profile, collection)
+    return radiology.without_sentences(found, training_entries(profile, "A", "B")) if collection == IU else found
+
+
 def beside(figures: pd.DataFrame, roles: dict[str, str]) -> pd.DataFrame:
     """The paper's figures under our collections' names: `roles` maps ours to the paper's, which may repeat."""
     parts = [figures[figures["setting"] == theirs].assign(setting=ours) for ours, theirs in roles.items()]
@@ -103,7 +112,7 @@ def _model(profile: Profile, kind: str, key: str, make: Callable[[], SentenceTra
 
 def sbert(profile: Profile, train: Sequence[Entry], config: TripletConfig | None = None) -> SentenceTransformer:
     """The starting encoder trained with triplets on the entries (§2.3), kept in the cache."""
-    config = config or settings(profile).best
+    config = config or chosen(profile, settings(profile).best)
     key = _key(profile, train, config)
     start = pipeline.starting_encoder
     return _model(profile, "sbert", key, lambda: triplets.train_triplets(start(profile), train, config))
@@ -134,13 +143,43 @@ def fold_values(profile: Profile, collection: str, config: TripletConfig | None)
         def make(train: list[Entry] = train, task: SentenceQueries = task) -> pd.DataFrame:
             model = pipeline.starting_encoder(profile)
             if config:
-                triplets.train_triplets(model, train, config)
+                triplets.train_triplets(model, train, config, progress=False)
             return radiology.query_values(task, radiology.dense_query_scores(radiology.remembering(model), task))
 
         path = profile.cache / "radiology" / f"fold-{key}.csv"
         values = artifacts.cached(path, make, lambda frame, p: frame.to_csv(p, index=False), _read_values)
         frames.append(values)
     return pd.concat(frames, ignore_index=True)
+
+
+def rate_search(profile: Profile) -> pd.DataFrame:
+    """Dev: the mAP of HS/MB(128) on collection A's two folds, for each learning rate that the profile tries."""
+    sizes, rows = settings(profile), []
+    for rate in sizes.rates:
+        config = replace(sizes.best, max_steps=sizes.table1[0].max_steps, learning_rate=rate)
+        values = fold_values(profile, "A", config).query("metric == 'mAP'")
+        by_kind = values.groupby("query_type")["value"].mean()
+        rows.append({"learning rate": rate, "positive": by_kind.get("positive"), "negative": by_kind.get("negative"),
+                     "all": values["value"].mean()})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def chosen(profile: Profile, config: TripletConfig) -> TripletConfig:
+    """The configuration with the learning rate that has the highest mAP over all queries in rate_search."""
+    rates = rate_search(profile)
+    return replace(config, learning_rate=float(rates.loc[rates["all"].idxmax(), "learning rate"]))
+
+
+def gain(values: pd.DataFrame, base: pd.DataFrame, metric: str = "mAP") -> tuple[float, float]:
+    """Mean difference of a metric over the same queries, and its p (evaluation.paired_randomization_test)."""
+    ours, theirs = (frame[frame["metric"] == metric] for frame in (values, base))
+    p = evaluation.result_rows("", "", "", ours, theirs)["p"].item()
+    return ours["value"].mean() - theirs["value"].mean(), p
+
+
+def verdict(difference: float, p: float) -> str:
+    """Of the claim that the difference is positive."""
+    return "holds" if difference > 0 and p < tables.SIGNIFICANT else "is not shown" if difference > 0 else "fails"
 
 
 def _read_values(path: Path) -> pd.DataFrame:
@@ -217,3 +256,45 @@ def polarity_task(profile: Profile, asked: str = "queries") -> tuple[dict[str, s
 
     corpus, queries = {ids[i]: bench.corpus[ids[i]] for i in used}, {q: wanted[q] for q in pools.affirmed}
     return corpus, queries, PolarityPools(moved(pools.affirmed), moved(pools.denied))
+
+
+def drehr_models(profile: Profile) -> dict[str, SentenceTransformer]:
+    """DR.EHR's models as notebook 05 left them, by system; those that aren't there are named and left out.
+
+    They aren't trained here: that takes half an hour, and this notebook's subject is another."""
+    found = {}
+    for system in (pipeline.PUBLISHED, pipeline.IMPROVED):
+        folder = profile.cache / "models" / pipeline.FOLDER_OF_SYSTEM[system]
+        if folder.exists():
+            found[system] = encoders.load_encoder(folder)
+        else:
+            print(f"{system} is left out: run notebook 05 first (./run_all.sh --only 05), then this one again.")
+    return found
+
+
+X, NO_X, SHIFT = "X", "no X", "no X less X"
+
+
+def awareness_values(
+    corpus: dict[str, str], queries: dict[str, str], pools: PolarityPools, score: Score
+) -> dict[str, pd.DataFrame]:
+    """negation.denial_above for the queries as they are (X), with "no" before them, and what the "no" changes."""
+    values = {}
+    for group, texts in {X: list(queries.values()), NO_X: [f"no {text}" for text in queries.values()]}.items():
+        task = SentenceQueries(list(corpus.values()), {text: np.array([], dtype=int) for text in texts})
+        scores = score(task)[[task.queries.index(text) for text in texts]]
+        values[group] = negation.denial_above(pools, list(queries), list(corpus), scores)
+    return values | {SHIFT: values[NO_X].assign(value=values[NO_X]["value"] - values[X]["value"])}
+
+
+def awareness_rows(
+    task: tuple[dict[str, str], dict[str, str], PolarityPools], setting: str, systems: dict[str, Score]
+) -> pd.DataFrame:
+    """Long-form rows of every system on a polarity_task; p against the starting encoder, which must be among them."""
+    values = {system: awareness_values(*task, score) for system, score in systems.items()}
+    frames = []
+    for system, by_group in values.items():
+        for group, found in by_group.items():
+            start = None if system == pipeline.START else values[pipeline.START][group]
+            frames.append(evaluation.result_rows(system, setting, group, found, start))
+    return pd.concat(frames, ignore_index=True)

@@ -37,7 +37,7 @@ class TripletConfig:
     epochs: int = 10
     max_steps: int | None = None  # cuts the epochs short
     learning_rate: float = 2e-5
-    warmup_ratio: float = 0.1
+    warmup_steps: int = 100  # at most a tenth of the steps
     weight_decay: float = 0.01
     margin: float = MARGIN
     dropout: float | None = 0.0  # None: as the model was trained; see training.StageConfig
@@ -122,7 +122,7 @@ class TripletTrainer(ContrastiveTrainer):
     """ContrastiveTrainer over triplets; the unmatched sentences of a pool are chosen at its first step."""
 
     def __init__(self, *args, data: TripletSet, pools: list[list[int]], **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, reference=None, **kwargs)
         self.data, self.pools = data, pools
         self._mined: tuple[int, dict[int, int]] = (-1, {})
 
@@ -130,6 +130,9 @@ class TripletTrainer(ContrastiveTrainer):
         data, rows = self.data, inputs["entries"].tolist()
         chosen = self._unmatched(model, int(inputs["pool"]), rows)
         rows = [row for row in rows if chosen[row] >= 0]
+        if not rows:  # every sentence of the batch matches every query of it: nothing to learn
+            loss = torch.zeros((), device=self.args.device, requires_grad=True)
+            return (loss, {}) if return_outputs else loss
         query, sentence = data.query_of[rows], data.sentence_of[rows]
         unmatched = torch.tensor([chosen[row] for row in rows], dtype=torch.long)
         q = self._embed(model, data.queries, query)
@@ -171,7 +174,7 @@ def _arguments(folder: str, config: TripletConfig, steps: int, **changes) -> Tra
     settings = dict(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=config.batch_size, seed=config.seed,
         learning_rate=config.learning_rate, weight_decay=config.weight_decay, lr_scheduler_type="linear",
-        warmup_steps=round(config.warmup_ratio * steps), optim="adamw_torch", bf16=has_fast_bf16(),
+        warmup_steps=min(config.warmup_steps, steps // 10), optim="adamw_torch", bf16=has_fast_bf16(),
         use_cpu=not torch.cuda.is_available(), data_seed=config.seed, logging_steps=1, save_strategy="no", report_to=[],
         remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
