@@ -152,6 +152,7 @@ def fold_values(profile: Profile, collection: str, config: TripletConfig | None)
     return pd.concat(frames, ignore_index=True)
 
 
+@cache
 def rate_search(profile: Profile) -> pd.DataFrame:
     """Dev: the mAP of HS/MB(128) on collection A's two folds, for each learning rate that the profile tries."""
     sizes, rows = settings(profile), []
@@ -159,8 +160,7 @@ def rate_search(profile: Profile) -> pd.DataFrame:
         config = replace(sizes.best, max_steps=sizes.table1[0].max_steps, learning_rate=rate)
         values = fold_values(profile, "A", config).query("metric == 'mAP'")
         by_kind = values.groupby("query_type")["value"].mean()
-        rows.append({"learning rate": rate, "positive": by_kind.get("positive"), "negative": by_kind.get("negative"),
-                     "all": values["value"].mean()})  # fmt: skip
+        rows.append({"learning rate": rate, **by_kind, "all": values["value"].mean()})
     return pd.DataFrame(rows)
 
 

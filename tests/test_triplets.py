@@ -102,3 +102,13 @@ def test_mlm_tuning_changes_the_encoder_and_uses_no_label():
     embedded = encoders.encode(tuned, [e.sentence for e in ENTRIES])
     assert np.isfinite(embedded).all()
     assert not np.allclose(embedded, encoders.encode(encoders.load_encoder("minilm"), [e.sentence for e in ENTRIES]))
+
+
+def test_a_batch_without_an_unmatched_sentence_teaches_nothing():
+    entries = [Entry(s, True, f) for s in ("Edema and effusion.", "Effusion, edema.") for f in ("edema", "effusion")]
+    start = encoders.load_encoder("minilm")
+    trained = train_triplets(
+        encoders.load_encoder("minilm"), entries, TripletConfig(batch_size=2, mega_batch=4, epochs=1), progress=False
+    )
+    texts = [e.sentence for e in entries]
+    np.testing.assert_allclose(encoders.encode(trained, texts), encoders.encode(start, texts), atol=1e-5)

@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_negation.py [--write]
 
 The second takes each (sentence, finding) that was judged by reading and that the lexicon finds in the sentence, and
-asks whether the finding is denied there. `--write` puts the numbers into figures/benchmarks/negation.json."""
+asks whether the finding is denied there. p is McNemar's exact test of the two. `--write` puts the numbers into
+figures/benchmarks/negation.json."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from scipy.stats import binomtest  # noqa: E402
 from test_negation import accuracy, negspacy_predictions, own, sample  # noqa: E402
 
 from drehr_utils import radiology  # noqa: E402
@@ -44,9 +46,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     result: dict[str, float | int | str] = {"negspacy_version": version("negspacy")}
     for name, rows in (("sample", sample()), ("judged", judged_mentions())):
+        ours, theirs = [own(row) for row in rows], negspacy_predictions(rows)
+        differ = [(a == (row["denied"] == "1")) for a, b, row in zip(ours, theirs, rows, strict=True) if a != b]
         result[f"{name}_mentions"] = len(rows)
-        result[f"{name}_own_accuracy"] = round(accuracy([own(row) for row in rows], rows), 4)
-        result[f"{name}_negspacy_accuracy"] = round(accuracy(negspacy_predictions(rows), rows), 4)
+        result[f"{name}_own_accuracy"] = round(accuracy(ours, rows), 4)
+        result[f"{name}_negspacy_accuracy"] = round(accuracy(theirs, rows), 4)
+        result[f"{name}_mcnemar_p"] = round(binomtest(sum(differ), len(differ)).pvalue, 6) if differ else 1.0
     print(json.dumps(result, indent=1))
     if parser.parse_args().write:
         path = ROOT / "figures/benchmarks/negation.json"
