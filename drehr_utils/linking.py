@@ -22,7 +22,7 @@ from drehr_utils.medquad import DATA_VARIABLE
 from drehr_utils.retrieval import rank, tie_keys
 
 METRICS = {"R@1": Success @ 1, "R@25": Success @ 25}  # a mention has one gold concept, so success is recall
-MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "zero-shot on mentions only", "zero-shot on mentions and concepts"
+MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 LINKING_COLUMNS = ["note_id", "split", "mention", "icd10cm_code", "icd10cm_title"]
 NCBI_CITATION = (
     "NCBI Disease corpus (Doğan, Leaman and Lu, 2014, J. Biomed. Inform. 47): made by the US National Library of "
@@ -51,12 +51,14 @@ class TestSet:
 
     __test__ = False  # no test of pytest's
 
-    def head(self, n: int | None, concepts: int | None = None) -> TestSet:
-        """The first n mentions, and their concepts with as many others as make `concepts`; None: all."""
-        mentions = self.mentions[:n]
+    def cut(self, mentions: int | None, concepts: int | None, seed: int) -> TestSet:
+        """The first mentions, and their concepts with so many of the others, drawn, as make `concepts`; None: all."""
+        mentions = self.mentions[:mentions]
         gold = {c for mention in mentions for c in mention.concepts}
         others = [c for c in self.concepts if c not in gold]
-        kept = gold | set(others if concepts is None else others[: max(0, concepts - len(gold))])
+        if concepts is not None and len(others) > concepts - len(gold):
+            others = np.random.default_rng(seed).permutation(others)[: max(0, concepts - len(gold))].tolist()
+        kept = gold | set(others)
         return replace(self, mentions=mentions, concepts={c: t for c, t in self.concepts.items() if c in kept})
 
     def of_documents(self, documents: Iterable[str]) -> TestSet:
@@ -224,8 +226,10 @@ def unseen_texts(test_sets: Iterable[TestSet], graph: str) -> set[str]:
     return texts
 
 
-def zero_shot_setting(graphs: Iterable[str], test_set: TestSet) -> str:
-    """Which of §2's two scenarios a system trained on the pairs of `graphs` is in."""
+def zero_shot_setting(graphs: Sequence[str], test_set: TestSet) -> str:
+    """Which of §2's two scenarios a system trained on the pairs of `graphs` is in; empty for an untrained one."""
+    if not graphs:
+        return ""
     return MENTIONS_ONLY if test_set.graph in set(graphs) else MENTIONS_AND_CONCEPTS
 
 
