@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,18 @@ import pandas as pd
 import torch
 from sentence_transformers import SentenceTransformer
 
-from drehr_utils import artifacts, encoders, kg, kg_retrieval, kg_tasks, linking, retrieval, tables, vocabularies
+from drehr_utils import (
+    artifacts,
+    encoders,
+    evaluation,
+    kg,
+    kg_retrieval,
+    kg_tasks,
+    linking,
+    retrieval,
+    tables,
+    vocabularies,
+)
 from drehr_utils.kg import KnowledgeGraph
 from drehr_utils.kg_retrieval import TERM_TOKENS, PairConfig, train_pairs
 from drehr_utils.kg_tasks import Task
@@ -129,10 +140,8 @@ def test_sets(profile: Profile) -> list[TestSet]:
 
 
 @cache
-def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
-    """Name -> (train, dev): six tasks, zero-shot for every test set by linking.unseen_texts, and the comb of their
-    parts."""
-    sizes = settings(profile)
+def whole_tasks(profile: Profile) -> dict[str, Task]:
+    """The six tasks with every pair that their graphs give (§4.1-4.3)."""
     made = [
         Task.from_pairs(f"{ICD10} Syn", ICD10, kg_tasks.icd10_synonym_pairs()),
         Task.from_pairs(f"{ICD10} Graph", ICD10, kg_tasks.icd10_graph_pairs()),
@@ -140,11 +149,17 @@ def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
     for name, graph in graphs(profile).items():
         made.append(Task.from_pairs(f"{name} Syn", name, kg_tasks.synonym_pairs(graph)))
         made.append(Task.from_pairs(f"{name} Graph", name, kg_tasks.graph_pairs(graph)))
+    return {task.name: task for task in made}
+
+
+@cache
+def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
+    """Name -> (train, dev): the six, zero-shot for every test set by linking.unseen_texts, and the comb of them."""
     split = {}
-    for task in made:
+    for name, task in whole_tasks(profile).items():
         task = kg_tasks.without_texts(task, linking.unseen_texts(test_sets(profile), task.graph))
-        task = kg_tasks.down_sample(task, sizes.max_pairs or len(task), profile.seed)
-        split[task.name] = kg_tasks.split_pairs(task, profile.seed)
+        task = kg_tasks.down_sample(task, settings(profile).max_pairs or len(task), profile.seed)
+        split[name] = kg_tasks.split_pairs(task, profile.seed)
     parts = list(split.values())
     split[COMB] = tuple(kg_tasks.comb_task([part[side] for part in parts], profile.seed) for side in (0, 1))
     return split
@@ -157,17 +172,21 @@ def graphs_of(profile: Profile, system: str) -> list[str]:
     return [graph for graph in (ICD10, *graphs(profile)) if system.startswith(f"{graph} ")]
 
 
-def supervised_task(profile: Profile) -> tuple[Task, TestSet]:
-    """Figure 2's primary task, (mention, description) pairs of some of the annotated notes, and the others' mentions.
+def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
+    """Figure 2's primary task, (mention, description) pairs of some of the annotated notes, and what it is tested on.
 
-    A note belongs to one side, and every patient has one note."""
-    whole = test_sets(profile)[0]
+    In domain: the other notes' mentions (every patient has one note). Zero-shot: those of them whose concept the
+    training notes lack, and the other test sets."""
+    whole, *others = test_sets(profile)
     documents = sorted({mention.document for mention in whole.mentions})
     shuffled = np.random.default_rng(profile.seed).permutation(documents)
     cut = round(settings(profile).train_documents * len(shuffled))
-    train = whole.of_documents(shuffled[:cut])
+    train, held_out = whole.of_documents(shuffled[:cut]), whole.of_documents(shuffled[cut:])
+    seen = {c for mention in train.mentions for c in mention.concepts}
+    new = replace(held_out, mentions=[m for m in held_out.mentions if not m.concepts & seen])
     pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
-    return Task.from_pairs(SUPERVISED, whole.graph, pairs), whole.of_documents(shuffled[cut:])
+    named = {"held-out notes": held_out, "held-out notes, unseen concepts": new} | {t.name: t for t in others}
+    return Task.from_pairs(SUPERVISED, whole.graph, pairs), named
 
 
 # --- systems --------------------------------------------------------------------------------------------------------
@@ -241,21 +260,94 @@ def recall(profile: Profile, test_set: TestSet, model: str | Path) -> pd.DataFra
     return artifacts.cached(path, make, lambda frame, to: frame.to_parquet(to, index=False), pd.read_parquet)
 
 
+def compare(
+    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str
+) -> pd.DataFrame:
+    """Long-form rows (evaluation.RESULT_COLUMNS) of systems (name -> recall's `model`) on test sets (group -> set).
+
+    `setting` is the zero-shot scenario; p is against the system named `against`."""
+    frames = []
+    for group, test_set in test_sets.items():
+        values = {name: recall(profile, test_set, model) for name, model in systems.items()}
+        for name in systems:
+            setting = linking.zero_shot_setting(graphs_of(profile, name), test_set)
+            base = None if name == against else values[against]
+            frames.append(evaluation.result_rows(name, setting, group, values[name], base, seed=profile.seed))
+    return pd.concat(frames, ignore_index=True)
+
+
 # --- the paper's figures --------------------------------------------------------------------------------------------
 
 
 def paper_names(profile: Profile) -> dict[str, str]:
-    """Our systems' names -> the paper's: the graph that stands in for SNOMED or UMLS, and ours for theirs."""
+    """Our names -> the paper's, where ours take the place of what we cannot have: graphs, and test sets."""
     snomed, umls = graphs(profile)
-    return {
-        f"{ours} {kind}": f"{theirs} {kind}"
-        for ours, theirs in ((snomed, "SNOMED"), (umls, "UMLS"))
-        for kind in ("Syn", "Graph")
-    }
+    kinds = ("Syn", "Graph")
+    systems = {f"{ours} {k}": f"{theirs} {k}" for ours, theirs in ((snomed, "SNOMED"), (umls, "UMLS")) for k in kinds}
+    return systems | {"OpenLinking": "3DNotes-ICD", "NCBI Disease": "MedMentions"}
 
 
-def paper_recall() -> pd.DataFrame:
-    """Table 3 of the paper in percent, its data sets under the names of ours that take their place."""
-    figures = tables.paper_figures("kg", 3)
-    ours = {"3DNotes-ICD": "OpenLinking", "MedMentions": "NCBI Disease"}
+def paper_recall(profile: Profile) -> pd.DataFrame:
+    """Table 3 of the paper in percent, on the two test sets whose place ours take, under our names."""
+    figures, names = tables.paper_figures("kg", 3), paper_names(profile)
+    ours = {names[name]: name for name in ("OpenLinking", "NCBI Disease")}
+    figures = figures[figures["group"].isin(ours)]
     return figures.assign(group=figures["group"].replace(ours), value=PAPER_PERCENT * figures["value"])
+
+
+def task_table(profile: Profile) -> pd.DataFrame:
+    """Table 1 as a long form: pairs in train and dev, ours beside the paper's."""
+    sizes = {name: {"Train": len(train), "Dev": len(dev)} for name, (train, dev) in tasks(profile).items()}
+    return _counts(profile, sizes, 1)
+
+
+def test_set_table(profile: Profile) -> pd.DataFrame:
+    """Table 2 as a long form: the test sets' mentions; of ours also their gold concepts, and those searched."""
+    sizes = {
+        t.name: {
+            "Mentions": len(t.mentions),
+            "Gold concepts": len({c for m in t.mentions for c in m.concepts}),
+            "Searched concepts": len(t.concepts),
+        }
+        for t in test_sets(profile)
+    }
+    return _counts(profile, sizes, 2)
+
+
+def _counts(profile: Profile, sizes: dict[str, dict[str, int]], table: int) -> pd.DataFrame:
+    blank = dict.fromkeys(["paper", "low", "high", "p"], np.nan) | {"setting": "", "group": ""}
+    rows = [{"system": s, "metric": m, "ours": float(n)} | blank for s, row in sizes.items() for m, n in row.items()]
+    long = pd.DataFrame(rows)[evaluation.RESULT_COLUMNS]
+    return tables.with_paper(long, tables.paper_figures("kg", table), paper_names(profile))
+
+
+def example_table(profile: Profile, systems: Mapping[str, Path], test_set: TestSet, each: int = 2) -> pd.DataFrame:
+    """Table 4 as a long form: mentions that one of two systems gets right at rank 1 and the other does not.
+
+    Chosen by rule: the first `each` of either kind in the test set's order, each with another concept. `setting` is
+    the mention, `group` the gold concept; the paper's own examples follow."""
+    hits = first_hits(profile, systems, test_set)
+    first, second = systems
+    chosen: list[linking.Mention] = []
+    for name, other in ((first, second), (second, first)):
+        only = [m for m in test_set.mentions if hits.at[m.id, name] and not hits.at[m.id, other]]
+        by_concept = {m.concepts: m for m in reversed(only)}
+        chosen += [m for m in only if by_concept[m.concepts] is m][:each]
+    rows = [
+        (name, m.text, test_set.concepts[min(m.concepts)], "R@1", np.nan, 100.0 * hits.at[m.id, name])
+        for m in chosen
+        for name in systems
+    ]
+    long = pd.DataFrame(rows, columns=evaluation.RESULT_COLUMNS[:6]).assign(low=np.nan, high=np.nan, p=np.nan)
+    theirs = tables.paper_figures("kg", 4)
+    renamed = dict(zip(theirs["system"].drop_duplicates(), systems, strict=True))
+    theirs = theirs.assign(system=theirs["system"].replace(renamed), paper=PAPER_PERCENT * theirs["value"])
+    return pd.concat([long, theirs.drop(columns="value")], ignore_index=True)[evaluation.RESULT_COLUMNS]
+
+
+def first_hits(profile: Profile, systems: Mapping[str, Path], test_set: TestSet) -> pd.DataFrame:
+    """Whether each mention's gold concept comes first: bool [mentions, systems], indexed by the mention's id."""
+    frames = {name: recall(profile, test_set, model) for name, model in systems.items()}
+    return pd.DataFrame(
+        {name: f[f["metric"] == "R@1"].set_index("search_id")["value"] > 0 for name, f in frames.items()}
+    )

@@ -159,14 +159,18 @@ def test_settings_of_the_systems(profile):
 
 
 def test_supervised_split_is_by_patient(profile):
-    train, held_out = kg_systems.supervised_task(profile)
+    train, tested = kg_systems.supervised_task(profile)
     whole = kg_systems.test_sets(profile)[0]
+    held_out, new = list(tested.values())[:2]
     notes = {m.document for m in held_out.mentions}
     trained_on = [m for m in whole.mentions if m.document not in notes]
     assert len(trained_on) + len(held_out.mentions) == len(whole.mentions) and len(notes) > 20
     assert set(pairs_of(train)) <= {(m.text.lower(), whole.concepts[c]) for m in trained_on for c in m.concepts}
     patients = pd.read_csv(profile.notes / "splits.csv.gz").set_index("note_id")["subject_id"]
     assert not set(patients[list(notes)]) & set(patients[[m.document for m in trained_on]])
+    seen = {c for _, c in pairs_of(train)}
+    assert 100 < len(new.mentions) < len(held_out.mentions)
+    assert not seen & {whole.concepts[c] for m in new.mentions for c in m.concepts}
 
 
 def test_open_tasks_are_of_the_papers_sizes(tasks):
