@@ -185,7 +185,7 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     seen = {c for mention in train.mentions for c in mention.concepts}
     new = replace(held_out, mentions=[m for m in held_out.mentions if not m.concepts & seen])
     pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
-    named = {"held-out notes": held_out, "held-out notes, unseen concepts": new} | {t.name: t for t in others}
+    named = {"held-out notes": held_out, "held-out, unseen concepts": new} | {t.name: t for t in others}
     return Task.from_pairs(SUPERVISED, whole.graph, pairs), named
 
 
