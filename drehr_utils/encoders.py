@@ -10,6 +10,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from drehr_utils.corpus import DataError
 
@@ -100,12 +101,19 @@ def token_buckets(
     return batches
 
 
-def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Unit-length embeddings of `token_buckets`' texts in their first order, float32 [texts, dim], with gradient."""
+def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]], recompute: bool = False) -> Tensor:
+    """Unit-length embeddings of `token_buckets`' texts in their first order, float32 [texts, dim], with gradient.
+
+    recompute: only embeddings are kept for the backward pass, which encodes each bucket a second time. So the memory
+    is one bucket's whatever the batch, and the gradient the same: what gradient caching (Gao et al., 2021) is for."""
     parts, rows = [], []
+
+    def embed(ids: Tensor, mask: Tensor) -> Tensor:
+        return encoder({"input_ids": ids, "attention_mask": mask})["sentence_embedding"].float()
+
     for batch in batches:
-        features = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        parts.append(encoder(features)["sentence_embedding"].float())
+        texts = batch["input_ids"], batch["attention_mask"]
+        parts.append(checkpoint(embed, *texts, use_reentrant=False) if recompute else embed(*texts))
         rows.append(batch["rows"])
     embeddings = torch.nn.functional.normalize(torch.cat(parts), dim=1)
     return embeddings[torch.argsort(torch.cat(rows))]

@@ -157,6 +157,19 @@ def result_rows(
     )[RESULT_COLUMNS]
 
 
+def gain_rows(
+    name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame, seed: int = 0
+) -> pd.DataFrame:
+    """What a system gains on `start`, the values of another on the same searches, as result_rows: `ours` is the mean
+    difference, `low` and `high` its paired 95% bootstrap interval, `p` the paired randomization test's."""
+    paired = values.merge(start, on=["search_id", "query_id", "query_type", "metric"], suffixes=("", " of start"))
+    if len(paired) != len(values) or len(paired) != len(start):
+        raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
+    differences = paired.assign(value=paired["value"] - paired["value of start"])
+    rows = result_rows(name, setting, group, differences, seed=seed)
+    return rows.assign(p=result_rows(name, setting, group, values, start, seed)["p"].to_numpy())
+
+
 def evaluate_system(
     name: str, benchmark: Benchmark, scores: Scores, start: Scores | None = None, seed: int = 0
 ) -> pd.DataFrame:

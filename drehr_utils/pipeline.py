@@ -5,8 +5,10 @@ Any notebook can ask for any step, so that it runs by itself; the notebook that 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -203,7 +205,14 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
     def related(ids: frozenset[str]) -> frozenset[str]:
         return frozenset(other for cui in ids for _, other in graph.related(cui))
 
+    @cache
+    def confusable(ids: frozenset[str]) -> tuple[str, ...]:
+        below = {narrow for cui in ids for narrow in graph.hyponyms(cui)}
+        siblings = {other for cui in ids for parent in graph.hypernyms(cui) for other in graph.hyponyms(parent)}
+        return tuple(sorted({graph.cui2pt[cui] for cui in (below | siblings) - ids - broader(ids)}))
+
     return training.GraphView(
+        confusable=confusable,
         spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
         concepts_in=concepts_in,
         broader=broader,
@@ -252,13 +261,15 @@ def _train(
     sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
     view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
     others = drift.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
-    data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
+    data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
     work = profile.cache / "checkpoints" / folder.name
     reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
     curve = training.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
     partial = folder.with_name(f"partial-{folder.name}")
     encoders.save_encoder(encoder, partial)
     curve.to_csv(partial / "loss.csv", index=False)
+    made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
+    (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
     os.replace(partial, folder)
     shutil.rmtree(work, ignore_errors=True)
     return folder
@@ -326,3 +337,22 @@ def dense(encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool 
     """The encoder's score matrix, float32 [queries, chunks], cosine similarities."""
     queries = encoders.encode(encoder, list(bench.queries.values()), progress=progress)
     return retrieval.dense_scores(queries, encoders.encode(encoder, list(bench.corpus.values()), progress=progress))
+
+
+# --- notebooks 09 to 11 ------------------------------------------------------------------------------------------
+
+
+def model_scores(profile: Profile, folder: Path | None, split: str = "test") -> np.ndarray:
+    """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks."""
+    bench = benchmark(profile, split)
+    name = folder.resolve().name if folder else f"{profile.encoder}, {profile.pooling}"
+    key = artifacts.digest(name, encoders, bench.queries, bench.corpus)
+
+    def make() -> np.ndarray:
+        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench)
+
+    def save(scores: np.ndarray, path: Path) -> None:
+        with open(path, "wb") as handle:
+            np.save(handle, scores)
+
+    return artifacts.cached(profile.cache / f"scores/{key}.npy", make, save, np.load)

@@ -49,6 +49,10 @@ class PositiveSets:
             term = term[np.isin(self.source[part], [self.sources.index(name) for name in sources])]
         return list(dict.fromkeys(self.terms[t] for t in term))
 
+    def source_of(self, i: int) -> dict[str, str]:
+        """Each of chunk i's terms with its source: the first, where a term has several."""
+        return {term: source for source, term in reversed(self.samples(i))}
+
     def samples(self, i: int) -> list[tuple[str, str]]:
         """Chunk i's samples as (source, term)."""
         part = slice(self.offsets[i], self.offsets[i + 1])
@@ -244,7 +248,16 @@ def positive_statistics(sets: PositiveSets) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["source", "Avg", "Q1", "Q3", "Max", "Sum", "None"])
 
 
-# --- beyond the paper: other names in the chunk's text -----------------------------------------------------------
+# --- beyond the paper: entities as questions, other names in the chunk's text -----------------------------------
+
+QUERY_TEMPLATES = ("does the patient have or take {}?", "where does the note mention {}?", "evidence of {}")
+
+
+def as_question(entity: str, share: float) -> str:
+    """The entity in one of QUERY_TEMPLATES for a fixed `share` of all entities, as it is for the others."""
+    place = zlib.crc32(entity.encode())
+    return QUERY_TEMPLATES[place % len(QUERY_TEMPLATES)].format(entity) if place < share * 2**32 else entity
+
 
 
 def alias_spans(text: str, kg: KnowledgeGraph, matcher: EntityMatcher) -> list[tuple[int, int, list[str]]]:

@@ -31,6 +31,7 @@ class Profile:
     max_eval_patients: int | None = None
     published: Recipe = Recipe()  # the paper's, its sizes cut to the profile's budget
     improved: Recipe = Recipe()  # the best on dev
+    ablation_share: float = 1.0  # of the published recipe's steps, for each row of an ablation (notebooks 09, 10)
     bootstrap_samples: int = 1000
     randomizations: int = 10_000
     seed: int = 0
@@ -70,6 +71,7 @@ _OPEN = Profile(
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
     improved=Recipe(stage2=_IMPROVED_STAGE2, own_share=0.5, read_names=True),
+    ablation_share=0.25,
 )
 
 _TINY = dict(batch_size=8, max_steps=2)
@@ -81,6 +83,7 @@ _SMOKE = replace(
     max_eval_patients=4,
     published=Recipe(stage1=replace(_OPEN.published.stage1, **_TINY), stage2=replace(_OPEN.published.stage2, **_TINY)),
     improved=replace(_OPEN.improved, stage2=replace(_IMPROVED_STAGE2, **_TINY)),
+    ablation_share=1.0,
     bootstrap_samples=100,
     randomizations=200,
 )

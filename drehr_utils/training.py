@@ -19,7 +19,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from drehr_utils import losses
 from drehr_utils.corpus import Chunk, DataError
 from drehr_utils.encoders import CHUNK_TOKENS, ENTITY_TOKENS, embed_buckets, has_fast_bf16, token_buckets
-from drehr_utils.positives import PositiveSets, substitute_aliases
+from drehr_utils.positives import PositiveSets, as_question, substitute_aliases
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class StageConfig:
     concepts_per_batch: int = 0  # the graph's concepts that join as anchors: one name, the others positive
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
+    draw_weights: tuple[tuple[str, float], ...] = ()  # how likely a source's terms are drawn; 1 for those not named
+    hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives
+    templates: float = 0.0  # share of the entities that are put as questions (positives.as_question)
+    recompute: bool = False  # encode twice instead of keeping activations: any batch in a bucket's memory
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
     alpha: float = losses.ALPHA
     beta: float = losses.BETA
@@ -53,7 +57,8 @@ class StageConfig:
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        return bool(self.substitution or self.concepts_per_batch or self.complete_labels or self.keep)
+        asked = (self.substitution, self.concepts_per_batch, self.complete_labels, self.keep, self.hard_negatives)
+        return any(asked)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class GraphView:
     broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
     related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
+    confusable: Callable[[frozenset[str]], Sequence[str]] = lambda ids: ()  # terms narrower than these, or siblings
     names: list[list[str]] = field(default_factory=list)  # of the concepts that may join a batch, the usual one first
 
 
@@ -85,6 +91,7 @@ class TrainingSet:
     ids: list[str]
     texts: list[str]
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
+    weights: Callable[[int], Sequence[float] | None] = lambda k: None  # how likely each of its terms is drawn
     without_positives: int = 0
     graph: GraphView = field(default_factory=lambda: GraphView())
     other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
@@ -97,8 +104,11 @@ class TrainingSet:
         sources: Sequence[str] | None = None,
         graph: GraphView | None = None,
         other_texts: Sequence[str] = (),
+        draw_weights: Sequence[tuple[str, float]] = (),
     ) -> TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
+
+        draw_weights: StageConfig's, by source.
 
         Raises DataError when the two don't belong together, or when no chunk has a positive."""
         if [chunk.id for chunk in chunks] != sets.ids:
@@ -107,10 +117,17 @@ class TrainingSet:
         kept = np.unique(np.repeat(np.arange(len(sets)), np.diff(sets.offsets))[wanted])
         if not len(kept):
             raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
+        weight_of = dict(draw_weights)
+
+        def weights(k: int) -> list[float] | None:
+            source = sets.source_of(kept[k]) if weight_of else {}
+            return [weight_of.get(source[term], 1.0) for term in sets.of(kept[k], sources)] if weight_of else None
+
         return cls(
             [chunks[i].id for i in kept],
             [chunks[i].text for i in kept],
             lambda k: sets.of(kept[k], sources),
+            weights,
             len(chunks) - len(kept),
             graph or GraphView(),
             list(other_texts),
@@ -120,10 +137,15 @@ class TrainingSet:
         return len(self.ids)
 
 
-def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
-    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2)."""
+def draw_positives(
+    terms: Sequence[str], n: int, rng: np.random.Generator, weights: Sequence[float] | None = None
+) -> list[str]:
+    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2).
+
+    weights: how likely each is to be in the sample, relative to the others; None: equally."""
     if len(terms) >= n:
-        return [terms[i] for i in rng.choice(len(terms), n, replace=False)]
+        p = None if weights is None else np.divide(weights, sum(weights))
+        return [terms[i] for i in rng.choice(len(terms), n, replace=False, p=p)]
     repeats = [terms[i] for i in rng.choice(len(terms), n - len(terms), replace=True)]
     return list(terms) + repeats
 
@@ -166,6 +188,7 @@ class Row(NamedTuple):
     mentioned: frozenset[str] = frozenset()  # ids of the graph's concepts whose terms are positive for the text
     left_out: frozenset[str] = frozenset()  # ids of those whose terms are neither positive nor negative
     others: Sequence[str] = ()  # texts of other kinds, to be kept in place
+    hard: Sequence[str] = ()  # terms that are negatives of this text, and of no other for being listed here
 
 
 class PositivePairs(Dataset):
@@ -185,7 +208,8 @@ class PositivePairs(Dataset):
             text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
             return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
         terms, text = self.data.positives(i), self.data.texts[i]
-        drawn = draw_positives(terms, config.positives_per_chunk, rng)
+        drawn = draw_positives(terms, config.positives_per_chunk, rng, self.data.weights(i))
+        near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
         if config.complete_hypernyms:
@@ -198,7 +222,9 @@ class PositivePairs(Dataset):
             if kept
             else []
         )
-        return Row(text, drawn, terms, mentioned, left_out, others)
+        near = sorted(set(near) - set(terms))
+        hard = [near[i] for i in rng.permutation(len(near))[: config.hard_negatives]]
+        return Row(text, drawn, terms, mentioned, left_out, others, hard)
 
 
 @dataclass
@@ -210,15 +236,19 @@ class Collator:
     rows_per_bucket: int = 16
     entity_buckets: int = 8
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
+    templates: float = 0.0  # StageConfig's
 
     def __call__(self, rows: list[Row]) -> dict:
-        terms = list(dict.fromkeys(term for row in rows for term in row.drawn))
+        terms = list(dict.fromkeys(term for row in rows for term in (*row.drawn, *row.hard)))
+        asked = [as_question(term, self.templates) for term in terms]
+        entity_tokens = ENTITY_TOKENS + 8 * bool(self.templates)
         at = {term: u for u, term in enumerate(terms)}
         known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
-        left_out = torch.zeros_like(known)
+        left_out, hard = torch.zeros_like(known), torch.zeros_like(known)
         concepts = [self.concepts_of(term) for term in terms] if any(row.mentioned for row in rows) else []
         for b, row in enumerate(rows):
             known[b, [at[term] for term in row.positives if term in at]] = True
+            hard[b, [at[term] for term in row.hard]] = True
             known[b, [u for u, ids in enumerate(concepts) if ids & row.mentioned]] = True
             left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
         buckets = -(-len(rows) // self.rows_per_bucket)
@@ -228,23 +258,30 @@ class Collator:
             kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
         return {
             "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
-            "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
+            "entities": token_buckets(self.encoder, asked, entity_tokens, self.entity_buckets),
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
             "left_out": left_out & ~known,  # likewise: neither positive nor negative
+            "hard": hard & ~known & ~left_out,  # likewise: the chunk's own hard negatives
             **kept,
         }
 
 
 def contrastive_loss(
-    S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None
+    S: Tensor,
+    columns: Tensor,
+    known: Tensor,
+    config: StageConfig,
+    left_out: Tensor | None = None,
+    hard: Tensor | None = None,
 ) -> Tensor:
     """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities].
 
     Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
     are its positives, the others' its negatives (in-batch negatives, §3.3). `mask_false_negatives` leaves out the
     others' draws that are known positives of the chunk. Pairs of `left_out` [chunks, entities] are no negatives either.
-    `both_ways` adds the same loss with each entity as anchor over the batch's chunks."""
+    Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
+    over the batch's chunks."""
     hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
     n_chunks, n_drawn = columns.shape
     flat = columns.reshape(-1)
@@ -254,12 +291,20 @@ def contrastive_loss(
         negatives = negatives & ~known[:, flat]
     if left_out is not None:
         negatives = negatives & ~left_out[:, flat]
-    loss = losses.multi_similarity_loss(S[:, flat], own, negatives, **hyper)
+    sampled = S[:, flat]
+    if hard is not None and hard.any():
+        beside = hard.any(dim=0)
+        sampled = torch.cat([sampled, S[:, beside]], dim=1)
+        own = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
+        negatives = torch.cat([negatives, hard[:, beside]], dim=1)
+    loss = losses.multi_similarity_loss(sampled, own, negatives, **hyper)
     if config.both_ways:
         drawn = torch.zeros_like(known).scatter_(1, columns, True)
         positives = known if config.mask_false_negatives else drawn
         negatives = ~positives if left_out is None else ~positives & ~left_out
-        loss = (loss + losses.multi_similarity_loss(S.T, positives.T, negatives.T, **hyper)) / 2
+        anchors = drawn.any(dim=0)  # a term that is only a hard negative has nothing to find
+        terms = (S.T[anchors], positives.T[anchors], negatives.T[anchors])
+        loss = (loss + losses.multi_similarity_loss(*terms, **hyper)) / 2
     return loss
 
 
@@ -294,11 +339,12 @@ class ContrastiveTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
-        chunks = embed_buckets(model, inputs["chunks"])
-        entities = embed_buckets(model, inputs["entities"])
+        chunks = embed_buckets(model, inputs["chunks"], self.config.recompute)
+        entities = embed_buckets(model, inputs["entities"], self.config.recompute)
         with torch.autocast(chunks.device.type, enabled=False):  # similarities and the loss in float32
             S = chunks @ entities.T
-            loss = contrastive_loss(S, inputs["columns"], inputs["known"], self.config, inputs["left_out"])
+            masks = inputs["known"], self.config, inputs["left_out"], inputs["hard"]
+            loss = contrastive_loss(S, inputs["columns"], *masks)
         if "others" in inputs:
             with torch.no_grad(), self.accelerator.autocast():
                 before = embed_buckets(self.reference, inputs["others_before"])
@@ -363,7 +409,7 @@ def train_stage(
         model=encoder,
         args=arguments,
         train_dataset=PositivePairs(data, config),
-        data_collator=Collator(encoder, data.graph.concepts_of, reference=reference),
+        data_collator=Collator(encoder, data.graph.concepts_of, reference=reference, templates=config.templates),
         callbacks=[StepBar(progress), *callbacks],
         config=config,
         schedule=schedule,
