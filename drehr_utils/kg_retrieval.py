@@ -168,6 +168,7 @@ def train_pairs(
         callbacks=[StepBar(progress)],
         config=config,
         schedule=schedule,
+        reference=None,
     )
     trainer.remove_callback(PrinterCallback)
     checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
