@@ -141,13 +141,13 @@ def match_type_gains(name: str, bench: Benchmark, scores: evaluation.Scores, sta
 
 
 def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarray) -> pd.DataFrame:
-    """Single-Patient MAP and Multi-Patient R@100 of a changed recipe, and its gain on the plain one with an interval."""
+    """Single-Patient MAP and Multi-Patient R@100 of a changed recipe, and its gain on the plain one, with intervals."""
     rows = []
     for setting, metric, measure in (
         ("single", "MAP", evaluation.single_patient),
         ("multi", "R@100", evaluation.multi_patient),
     ):
-        values, base = (measure(bench, s).query("metric == @metric") for s in (scores, plain))
+        values, base = (frame[frame["metric"] == metric] for frame in (measure(bench, scores), measure(bench, plain)))
         gain = evaluation.gain_rows(name, setting, "all", values, base).rename(columns={"ours": "gain"})
         rows.append(gain.assign(ours=values["value"].mean()).drop(columns=["paper", "group"]))
     columns = ["system", "setting", "metric", "ours", "gain", "low", "high", "p"]
@@ -202,8 +202,12 @@ def run_changes(profile: Profile, path: Path = CHANGES) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (12 minutes each)")
-    parser.add_argument("--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (12 minutes each)"
+    )
+    parser.add_argument(
+        "--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)"
+    )
     parser.add_argument("--share", type=float, help="of the published steps (default: the profile's; 1 takes hours)")
     parser.add_argument("--remake", action="store_true", help="forget what the record holds")
     parser.add_argument("--profile", default="open")

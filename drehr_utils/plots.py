@@ -54,11 +54,12 @@ def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
     fig.savefig(folder / f"{name}.png", dpi=300, metadata={"Software": None})
 
 
-def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5) -> Figure:
+def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5, xlabel: str | None = None) -> Figure:
     """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
 
     `long` has evaluation.RESULT_COLUMNS with one row a system and panel: filter the metric and setting first (the
-    axis is named after them). Raises ValueError where two rows share a place.
+    axis is named after them). `xlabel` names it for differences, which get a line at 0. Raises ValueError where two
+    rows share a place.
     """
     metrics = " / ".join(dict.fromkeys(long["metric"]))
     if long.duplicated(["system", by]).any():
@@ -77,13 +78,15 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5) -
             ax.plot([row["low"], row["high"]], [y, y], color=colour)
             ax.plot(row["ours"], y, "o", color=colour, markersize=4)
             ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
+        if xlabel:
+            ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
         ax.set_title(str(panel))
         ax.set_yticks(range(len(systems)), systems)
         ax.set_ylim(len(systems) - 0.5, -0.5)
         ax.grid(axis="y", visible=False)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
-    fig.supxlabel(f"{metrics} (0-100)" if "metric" != by else "Score (0-100)", fontsize=8)
+    fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
     shown = [plt.Line2D([], [], color="#333333", marker="o", markersize=4, label="ours, 95% interval")]
     if long["paper"].notna().any():
         shown.append(
@@ -127,7 +130,8 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
         if "learning_rate" in history:
             axes[1, 0].plot(history["step"], history["learning_rate"], color=colour)
     loss_axis.set_ylabel("Loss")
-    fig.legend(loc="outside upper center")  # over the curves it would hide one of them
+    # Over the curves it would hide one of them.
+    fig.legend(loc="outside upper center", ncols=1 + (len(histories) > 4))
     if rates:
         axes[1, 0].set_ylabel("Learning rate")
         axes[1, 0].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

@@ -259,7 +259,6 @@ def as_question(entity: str, share: float) -> str:
     return QUERY_TEMPLATES[place % len(QUERY_TEMPLATES)].format(entity) if place < share * 2**32 else entity
 
 
-
 def alias_spans(text: str, kg: KnowledgeGraph, matcher: EntityMatcher) -> list[tuple[int, int, list[str]]]:
     """(start, end, other names) of each match in `text` that names one concept with more than one name."""
     spans = []
