@@ -1,12 +1,14 @@
 """The search for KG entity retrieval's hyper-parameters, on the comb task's dev pairs, and its committed record.
 
-    python -m drehr_utils.kg_search     # trains and scores the candidates that the record lacks
+    python -m drehr_utils.kg_search             # trains and scores the candidates that the record lacks
+    python -m drehr_utils.kg_search --remake    # all of them again (ten minutes)
 
 Dev mentions are mentions of no training pair; no test mention is read. Notebook 12 shows data/kg_dev_search.csv.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pandas as pd
@@ -31,12 +33,16 @@ def candidates(profile: Profile) -> list[PairConfig]:
     return [replace(base, learning_rate=lr, scale=scale, mask_false_negatives=mask) for lr, scale, mask in CHOICES]
 
 
-def main(profile_name: str = "open") -> None:
-    profile = load_profile(profile_name)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--remake", action="store_true", help="forget the record and score every candidate again")
+    parser.add_argument("--profile", default="open")
+    options = parser.parse_args(arguments)
+    profile = load_profile(options.profile)
     sizes = kg_systems.settings(profile)
     train, dev = kg_systems.tasks(profile)[kg_systems.COMB]
     own = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
-    record = pd.read_csv(RECORD) if RECORD.exists() else pd.DataFrame(columns=["config"])
+    record = pd.read_csv(RECORD) if RECORD.exists() and not options.remake else pd.DataFrame(columns=["config"])
     for config in [None, *candidates(profile)]:
         key = artifacts.digest(config, train.fingerprint())
         if key in set(record["config"]):
