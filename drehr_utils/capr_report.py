@@ -29,9 +29,10 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """Of the paper's own finding: where its figures have `better` below `than`, that is what may hold here."""
         if self.p >= SIGNIFICANT:
             return "not shown"
-        return "holds" if self.ours > 0 else "the reverse"
+        return "the reverse" if (self.ours > 0) == (self.paper < 0) else "holds"
 
     def __str__(self) -> str:
         paper = "" if pd.isna(self.paper) else f", the paper's {self.paper:+.1f}"
@@ -56,19 +57,20 @@ class Report:
         return float(frame.loc[frame["metric"] == self.metric, "value"].mean())
 
     def compare(self, better: str, than: str, task: str) -> Comparison:
-        """The claim that `better` beats `than` on a task. Raises ValueError where they answered other queries."""
-        pair = (self.values[better, task], self.values[than, task])
-        rows = evaluation.result_rows(better, "", task, *pair, seed=self.seed).set_index("metric")
-        ours = rows.loc[self.metric, "ours"] - self.mean(than, task)
+        """The claim that `better` beats `than` on a task, on the queries that both answered."""
+        ours, base = common(self.values[better, task], self.values[than, task])
+        rows = evaluation.gain_rows(better, "", task, ours, base, seed=self.seed).set_index("metric")
+        ours = rows.loc[self.metric, "ours"]
         paper = self._printed(better, task) - self._printed(than, task)
         return Comparison(task, better, than, float(ours), float(rows.loc[self.metric, "p"]), paper)
 
     def table(self, pairs: Sequence[tuple[str, str]], tasks: Sequence[str]) -> pd.DataFrame:
         """One row a claim and task, for those that both systems were measured on."""
         claims = [self.compare(a, b, t) for t in tasks for a, b in pairs if {(a, t), (b, t)} <= self.values.keys()]
-        rows = [(c.task, c.better, c.than, c.ours, c.paper, c.p, c.verdict) for c in claims]
-        frame = pd.DataFrame(rows, columns=["task", "better", "than", "ours", "paper", "p", "claim"])
-        return frame.round({"ours": 1, "paper": 1, "p": 4})
+        rows = [
+            (c.task, c.better, c.than, f"{c.ours:+.1f}", f"{c.paper:+.1f}", f"{c.p:.4f}", c.verdict) for c in claims
+        ]
+        return pd.DataFrame(rows, columns=["task", "better", "than", "ours", "paper", "p", "the paper's finding"])
 
     def gains(self, systems: Sequence[str], start: str, task: str) -> str:
         """The sentence that says which systems beat the starting encoder."""
@@ -90,17 +92,41 @@ class Report:
         return float(found.iloc[0]) if len(found) else float("nan")
 
 
+def common(values: pd.DataFrame, others: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Two systems' per-query values, cut to the searches of both."""
+    both = set(values["search_id"]) & set(others["search_id"])
+    return values[values["search_id"].isin(both)], others[others["search_id"].isin(both)]
+
+
 def latency_sentence(latency: pd.DataFrame, bi: str, poly: str, cross: str) -> str:
-    """How much longer Cross takes than the others at the most passages that it ran on, and whether the order is the
-    paper's (Figure 3). `latency`: `system, passages, seconds`."""
-    at = int(latency.loc[latency["system"] == cross, "passages"].max())
-    seconds = latency[latency["passages"] == at].set_index("system")["seconds"]
-    holds = seconds[bi] < seconds[poly] < seconds[cross]
+    """How much longer Cross takes than the others at the most passages that it ran on, and at how many of its sizes the
+    order is the paper's (Figure 3). `latency`: `system, passages, seconds`."""
+    wide = latency.pivot(index="passages", columns="system", values="seconds").dropna()
+    at, seconds = wide.index[-1], wide.iloc[-1]
+    holds = int(((wide[bi] < wide[poly]) & (wide[poly] < wide[cross])).sum())
     return (
         f"For {at} passages {cross} takes {seconds[cross]:.2f} s a query, {seconds[cross] / seconds[bi]:,.0f} times "
         f"{bi}'s time and {seconds[cross] / seconds[poly]:,.0f} times {poly}'s; the paper's order, Bi under Poly under "
-        f"Cross, {'holds' if holds else 'does not hold here'}."
+        f"Cross, holds at {holds} of {len(wide)} numbers of passages."
     )
+
+
+def worth_it(report: Report, interacting: Sequence[str], bi: str, task: str) -> str:
+    """Whether interaction between query and passage pays on a task: the answer to the notebook's question."""
+    won = [name for name in interacting if (c := report.compare(name, bi, task)).ours > 0 and c.p < SIGNIFICANT]
+    if won:
+        return f"So interaction pays here, with {' and '.join(won)}."
+    return "So interaction is not shown to be worth its time here."
+
+
+def mistakes_sentence(wrong: Mapping[str, pd.Series], systems: Sequence[str]) -> str:
+    """What the wrong first passages of some systems share with the query (`mistakes`)."""
+    said = [
+        f"{name}'s {wrong[name]['wrong first passages']:.0f} wrong first passages have the query's aspect in "
+        f"{wrong[name]['same aspect']:.0f}% and its entity in {wrong[name]['same entity']:.0f}%"
+        for name in systems
+    ]
+    return "; ".join(said) + ". A system whose mistakes share the aspect alone has learnt headings, not entities."
 
 
 def exchanged_columns(ours: pd.Series, figures: pd.DataFrame, tolerance: float = 0.01) -> str:

@@ -43,7 +43,8 @@ class Layout:
 def paper_figures(paper: str, table: int | str, path: Path = PAPERS) -> pd.DataFrame:
     """The published figures of a paper's table: `system, setting, group, metric, value` as in data/papers.csv.
 
-    Papers: `drehr`, `cliniq`, `kg`, `capr`, `radiology`. Raises DataError for a malformed file or a table that isn't there.
+    Papers: `drehr`, `cliniq`, `kg`, `capr`, `radiology`. Raises DataError for a malformed file or a table that isn't
+    there.
     """
     text = pd.read_csv(path, dtype=str, keep_default_na=False)
     if list(text.columns) != PAPER_COLUMNS:

@@ -236,20 +236,30 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
     report = capr_report.Report(values, figures, {"all": "A"})
     claim = report.compare("all", "half", "T")
     assert (claim.ours, claim.paper, claim.verdict) == (50.0, 9.5, "holds") and claim.p < 0.001
-    assert report.compare("half", "all", "T").verdict == "the reverse"
+    assert report.compare("half", "all", "T").verdict == "holds"  # the paper has it below as well
+    assert report.compare("none", "all", "T").verdict == "the reverse"  # the paper has no figure: the first should win
+    assert capr_report.Comparison("T", "a", "b", 50.0, 0.001, -5.0).verdict == "the reverse"
     assert report.compare("half", "half", "T").verdict == "not shown"
     assert "holds" in str(claim) and "paper" not in str(report.compare("none", "all", "T"))
     assert report.gains(["all", "none"], "half", "T").startswith("1 of 2 trained systems beat half with p < 0.01 (all)")
     assert report.ranking(["none", "half", "all"], "T") == "all 100.0, half 50.0, none 0.0"
     assert len(report.table([("all", "none")], ["T", "U"])) == 1
+    values["all", "U"] = recall_frame([1] * 40)
+    assert capr_report.worth_it(report, ["half", "all"], "half", "T") == "So interaction pays here, with all."
+    assert "not shown" in capr_report.worth_it(report, ["none"], "half", "T")
+    assert report.compare("all", "none", "U").ours == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of 39 both have
 
 
 def test_speed_and_exchanged_columns_in_words():
     times = [("b", 10, 0.1), ("p", 10, 0.2), ("c", 10, 2.0), ("b", 99, 0.1), ("p", 99, 0.3)]
     frame = pd.DataFrame(times, columns=["system", "passages", "seconds"])
     said = capr_report.latency_sentence(frame, "b", "p", "c")
-    assert said.startswith("For 10 passages c takes 2.00 s") and "20 times b's" in said and said.endswith("holds.")
-    assert "does not hold" in capr_report.latency_sentence(frame, "p", "b", "c")
+    assert (
+        said.startswith("For 10 passages c takes 2.00 s")
+        and "20 times b's" in said
+        and said.endswith("holds at 1 of 1 numbers of passages.")
+    )
+    assert "holds at 0 of 1" in capr_report.latency_sentence(frame, "p", "b", "c")
     figures = paper_figures("capr", 1)
     sizes = [pd.Series({"documents": d, "passages": p}) for d, p in ((1110, 3758), (171, 1060), (171, 3762))]
     ours, theirs, neither = (capr_report.exchanged_columns(size, figures) for size in sizes)
