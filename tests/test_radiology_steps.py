@@ -59,7 +59,7 @@ def test_gain_and_verdict_by_hand():
     assert difference == 10 and p < 0.01 and steps.verdict(difference, p) == "holds"  # 2 of 2^12 sign patterns
     difference, p = steps.gain(values([10.0, 20, 31]), values([20.0, 10, 30]))
     assert difference == pytest.approx(1 / 3) and p > 0.5 and steps.verdict(difference, p) == "is not shown"
-    assert steps.verdict(-1, 0.001) == "fails"
+    assert steps.verdict(-1, 0.001) == "fails" and steps.verdict(-1, 0.4) == "is not shown"
 
 
 def test_awareness_of_a_system_that_heeds_no_and_of_one_that_is_blind():
