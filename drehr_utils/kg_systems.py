@@ -67,7 +67,7 @@ def settings(profile: Profile) -> Settings:
     """The sizes for a profile. Under `mimic`, DREHR_SNOMED and DREHR_UMLS place the release files."""
     training = replace(_OPEN_TRAINING, seed=profile.seed)
     if profile.name == "open":
-        return Settings(training, supervised=training, max_concepts=2000, own_concepts=1500)
+        return Settings(training, supervised=training, max_concepts=2000)
     if profile.name == "smoke":
         tiny = replace(training, batch_size=8, max_steps=2)
         return Settings(tiny, tiny, max_pairs=400, max_mentions=40, max_concepts=200, own_mentions=20, own_concepts=50)
