@@ -214,6 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.seeds and not options.changes:
         parser.error("give --seeds N or --changes")
+    if options.share and not options.remake:
+        parser.error("a record holds one budget: give --share together with --remake")
     profile = load_profile(options.profile)
     if options.share:
         profile = replace(profile, ablation_share=options.share)
