@@ -3,7 +3,8 @@
     python -m drehr_utils.kg_search             # trains and scores the candidates that the record lacks
     python -m drehr_utils.kg_search --remake    # all of them again (ten minutes)
 
-Dev mentions are mentions of no training pair; no test mention is read. Notebook 12 shows data/kg_dev_search.csv.
+Dev mentions are the mention of no training pair; no test mention is read. Notebook 12's own test of the comb has other
+mentions. Notebook 12 shows data/kg_dev_search.csv.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     own = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
     record = pd.read_csv(RECORD) if RECORD.exists() and not options.remake else pd.DataFrame(columns=["config"])
     for config in [None, *candidates(profile)]:
-        key = artifacts.digest(config, train.fingerprint())
+        key = artifacts.digest(config)
         if key in set(record["config"]):
             continue
         folder = "start" if config is None else kg_systems.trained(profile, [train], config)[0]

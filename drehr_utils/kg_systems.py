@@ -28,7 +28,7 @@ from drehr_utils import (
 )
 from drehr_utils.kg import KnowledgeGraph
 from drehr_utils.kg_retrieval import TERM_TOKENS, PairConfig, train_pairs
-from drehr_utils.kg_tasks import Task
+from drehr_utils.kg_tasks import Task, text_key
 from drehr_utils.linking import TestSet
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.snomed import load_snomed
@@ -56,6 +56,8 @@ class Settings:
     max_concepts: int | None = None  # of a test set: the gold ones, and others drawn up to this number
     own_mentions: int = 500  # of a task's own dev pairs
     own_concepts: int = 2000
+    seen_mentions: int = 300  # of its training pairs: has a system learnt what it was shown?
+    seen_concepts: int = 1000
     train_documents: float = 0.6  # of the annotated notes, for the supervised loss of Figure 2
 
 
@@ -70,7 +72,17 @@ def settings(profile: Profile) -> Settings:
         return Settings(training, supervised=training, max_concepts=2000)
     if profile.name == "smoke":
         tiny = replace(training, batch_size=8, max_steps=2)
-        return Settings(tiny, tiny, max_pairs=400, max_mentions=40, max_concepts=200, own_mentions=20, own_concepts=50)
+        return Settings(
+            tiny,
+            tiny,
+            max_pairs=400,
+            max_mentions=40,
+            max_concepts=200,
+            own_mentions=20,
+            own_concepts=50,
+            seen_mentions=20,
+            seen_concepts=50,
+        )
     paths = {name: os.environ.get(f"DREHR_{name.upper()}") for name in ("snomed", "umls")}
     return Settings(
         PairConfig(max_steps=100_000, seed=profile.seed),
@@ -183,10 +195,61 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     cut = round(settings(profile).train_documents * len(shuffled))
     train, held_out = whole.of_documents(shuffled[:cut]), whole.of_documents(shuffled[cut:])
     seen = {c for mention in train.mentions for c in mention.concepts}
-    new = replace(held_out, mentions=[m for m in held_out.mentions if not m.concepts & seen])
+    said = {text_key(mention.text) for mention in train.mentions}
+    unseen = [m for m in held_out.mentions if not m.concepts & seen and text_key(m.text) not in said]
+    new = replace(held_out, mentions=unseen)
     pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
+    task = Task.from_pairs(SUPERVISED, whole.graph, pairs)
+    task = kg_tasks.without_texts(task, linking.unseen_texts(others, whole.graph))
     named = {"held-out notes": held_out, "held-out, unseen concepts": new} | {t.name: t for t in others}
-    return Task.from_pairs(SUPERVISED, whole.graph, pairs), named
+    return task, named
+
+
+def own_test(profile: Profile, name: str) -> TestSet:
+    """A task's own dev mentions; the comb's without those by which kg_search chose the hyper-parameters."""
+    (train, dev), sizes = tasks(profile)[name], settings(profile)
+    own = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
+    if name != COMB:
+        return own
+    return linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed, but=own.mentions)
+
+
+def learnt(profile: Profile, name: str, test_set: TestSet) -> dict[str, float]:
+    """R@1 of a task's system against the starting encoder: the gain, its p, mentions put right and put wrong."""
+    before, after = (
+        recall(profile, test_set, model).query("metric == 'R@1'")
+        for model in ("start", trained_on_task(profile, name)[0])
+    )
+    gain = evaluation.gain_rows(name, "", "", after, before, seed=profile.seed).iloc[0]
+    change = after.set_index("search_id")["value"] - before.set_index("search_id")["value"]
+    put = {"right": int((change > 0).sum()), "wrong": int((change < 0).sum())}
+    return {"gain": gain["ours"], "p": gain["p"], **put, "mentions": len(change)}
+
+
+def why(profile: Profile) -> pd.DataFrame:
+    """For each task: `learnt` on a sample of its training mentions and on its dev mentions, and the share of its pairs
+    that training saw, %. A gain on the first alone is one that does not carry over; none on either, one not learnt."""
+    sizes, rows = settings(profile), {}
+    for name, (train, _) in tasks(profile).items():
+        shown = linking.seen_task(train, sizes.seen_mentions, sizes.seen_concepts, profile.seed)
+        parts = {"train": learnt(profile, name, shown), "dev": learnt(profile, name, own_test(profile, name))}
+        seen = 100 * sizes.training.max_steps * sizes.training.batch_size / len(train)
+        rows[name] = {f"{part}: {k}": v for part, found in parts.items() for k, v in found.items()}
+        rows[name]["pairs seen, %"] = min(100.0, seen)
+    return pd.DataFrame(rows).T
+
+
+def seen_concepts(profile: Profile) -> pd.DataFrame:
+    """The share of a test set's gold concepts, %, with a name in each task's training pairs: 0 where §2's second
+    scenario holds."""
+    shares: dict[str, dict[str, float]] = {}
+    for test_set in test_sets(profile):
+        gold = sorted({c for mention in test_set.mentions for c in mention.concepts})
+        for name, (train, _) in tasks(profile).items():
+            held = {text_key(text) for text in train.used_texts()}
+            known = [any(text_key(n) in held for n in (test_set.concepts[c], *test_set.names[c])) for c in gold]
+            shares.setdefault(test_set.name, {})[name] = 100 * float(np.mean(known))
+    return pd.DataFrame(shares)
 
 
 # --- systems --------------------------------------------------------------------------------------------------------

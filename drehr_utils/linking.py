@@ -188,25 +188,37 @@ def load_ncbi_disease(graph: KnowledgeGraph, name: str, folder: str | Path | Non
 # --- a task's own dev pairs -----------------------------------------------------------------------------------------
 
 
-def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int) -> TestSet:
-    """A task's dev pairs as a test set: mentions that are none of its training pairs', among dev's concepts.
+def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int, but: Iterable[Mention] = ()) -> TestSet:
+    """A task's dev pairs as a test set: mentions that are no training pair's mention, among dev's concepts.
 
-    `concepts`: how many of dev's concept texts are drawn at most, beside the gold ones."""
+    A text may be another training pair's concept: a parent in one pair is a child in the next. `concepts`: how many of
+    dev's concept texts are drawn at most, beside the gold ones. `but`: mentions that something was chosen by, left out.
+    A mention with several concepts counts as found with any of them."""
+    chosen_by = [int(mention.id) for mention in but]
+    unseen = np.setdiff1d(dev.mention, np.union1d(train.mention, np.array(chosen_by, dtype=int)))
+    return _as_test_set(f"{train.name}, dev", dev, unseen, mentions, concepts, seed)
+
+
+def seen_task(train: Task, mentions: int, concepts: int, seed: int) -> TestSet:
+    """Training pairs as a test set, like own_task's: what a system has learnt of what it was shown."""
+    return _as_test_set(f"{train.name}, train", train, np.unique(train.mention), mentions, concepts, seed)
+
+
+def _as_test_set(name: str, task: Task, among: np.ndarray, mentions: int, concepts: int, seed: int) -> TestSet:
     rng = np.random.default_rng(seed)
-    unseen = np.setdiff1d(dev.mention, train.mention)
-    asked = np.sort(rng.choice(unseen, min(mentions, len(unseen)), replace=False))
+    asked = np.sort(rng.choice(among, min(mentions, len(among)), replace=False))
     gold: dict[int, set[int]] = defaultdict(set)
-    for m, c in zip(dev.mention.tolist(), dev.concept.tolist(), strict=True):
+    for m, c in zip(task.mention.tolist(), task.concept.tolist(), strict=True):
         gold[m].add(c)
-    pool = np.unique(dev.concept)
+    pool = np.unique(task.concept)
     drawn = rng.choice(pool, min(concepts, len(pool)), replace=False).tolist()
     pool = sorted({*drawn, *(c for m in asked.tolist() for c in gold[m])})
     return TestSet(
-        f"{train.name}, dev",
-        train.graph,
-        {str(c): train.texts[c] for c in pool},
+        name,
+        task.graph,
+        {str(c): task.texts[c] for c in pool},
         {},
-        [Mention(str(m), str(m), train.texts[m], frozenset(map(str, gold[m]))) for m in asked.tolist()],
+        [Mention(str(m), str(m), task.texts[m], frozenset(map(str, gold[m]))) for m in asked.tolist()],
     )
 
 

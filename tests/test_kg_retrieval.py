@@ -171,6 +171,11 @@ def test_supervised_split_is_by_patient(profile):
     seen = {c for _, c in pairs_of(train)}
     assert 100 < len(new.mentions) < len(held_out.mentions)
     assert not seen & {whole.concepts[c] for m in new.mentions for c in m.concepts}
+    assert not {text_key(m) for m, _ in pairs_of(train)} & {text_key(m.text) for m in new.mentions}
+    for other in kg_systems.test_sets(profile)[1:]:  # zero-shot for them too
+        texts = {text_key(text) for text in train.used_texts()}
+        assert not texts & {text_key(m.text) for m in other.mentions}
+        assert not texts & {text_key(n) for m in other.mentions for c in m.concepts for n in other.names[c]}
 
 
 def test_open_tasks_are_of_the_papers_sizes(tasks):
@@ -179,6 +184,31 @@ def test_open_tasks_are_of_the_papers_sizes(tasks):
     assert 0.8 < sum(map(len, tasks["ICD-10 Graph"])) / 41_000 < 1.2
     smallest = min(len(train) for name, (train, _) in tasks.items() if name != "Comb")
     assert 0.99 * 6 * smallest <= len(tasks["Comb"][0]) <= 6 * smallest  # a pair of two tasks counts once
+
+
+def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile, tasks):
+    sizes, (train, dev) = kg_systems.settings(profile), tasks["Comb"]
+    searched = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
+    tested = kg_systems.own_test(profile, "Comb")
+    assert len(tested.mentions) == len(searched.mentions) == sizes.own_mentions
+    assert not {m.text for m in tested.mentions} & {m.text for m in searched.mentions}
+
+
+def test_what_was_seen_is_of_training_pairs(tasks):
+    train, _ = tasks["HPO Graph"]
+    seen = linking.seen_task(train, mentions=50, concepts=100, seed=0)
+    pairs = set(pairs_of(train))
+    assert (
+        all((m.text, seen.concepts[c]) in pairs for m in seen.mentions for c in m.concepts) and len(seen.mentions) == 50
+    )
+
+
+def test_seen_concepts_are_none_in_the_second_scenario(profile):
+    shares = kg_systems.seen_concepts(profile)
+    for test_set in kg_systems.test_sets(profile):
+        for name, share in shares[test_set.name].items():
+            setting = linking.zero_shot_setting(kg_systems.graphs_of(profile, name), test_set)
+            assert (share == 0) == (setting == linking.MENTIONS_AND_CONCEPTS)
 
 
 def test_own_dev_mentions_are_of_no_training_pair(tasks):
@@ -196,8 +226,7 @@ def test_the_training_is_the_searchs_best_on_dev(profile):
     best = record.loc[record["R@1"].idxmax()]
     assert (best["learning rate"], best["scale"], bool(best["false negatives masked"])) == (
         chosen.learning_rate, chosen.scale, chosen.mask_false_negatives)  # fmt: skip
-    train = kg_systems.tasks(profile)["Comb"][0]
-    keys = {artifacts.digest(c, train.fingerprint()) for c in kg_search.candidates(profile)}
+    keys = {artifacts.digest(c) for c in kg_search.candidates(profile)}
     assert keys == set(record["config"]), "the record is of other candidates; run python -m drehr_utils.kg_search"
 
 
