@@ -350,11 +350,13 @@ def fetch(source: Source, folder: Path, mirror: str | None = None, progress: boo
 
     Raises DataError as `download` and the conversions do; what is already there stays as it is."""
     states = verify(folder, source.outputs)
-    if not {"missing", "unreadable"} & set(states.values()):
+    wanted = {name for name, state in states.items() if state in ("missing", "unreadable")}
+    if not wanted:
         return states
     downloads = {file.name: download(file, folder / "downloads", mirror, progress) for file in source.files}
     for name, content in source.convert(downloads).items():
-        _write(folder / name, content)
+        if name in wanted:
+            _write(folder / name, content)
     return verify(folder, source.outputs)
 
 
