@@ -38,7 +38,8 @@ def relevant_span(
 ) -> Span | None:
     """The first words of `text` that explain the judgment, as far as the graph can tell; None where it can't.
 
-    String: the query itself. Synonym and abbreviation: another name of a concept that the query names. Hyponym: a name
+    String: the query itself. Synonym and abbreviation: another name of a concept that the query names, one that the
+    graph has for an abbreviation or not; either where it doesn't say which of the concept's names are. Hyponym: a name
     of a narrower concept, one or two steps down. Implication: a name of a concept that the graph relates to the
     query's, in either direction. Both texts are lower-case."""
     if match_type == "string":
@@ -48,11 +49,12 @@ def relevant_span(
     below = {narrow for cui in asked for narrow in kg.hyponyms(cui)}
     below |= {narrow for cui in below for narrow in kg.hyponyms(cui)}
     joined = {other for cui in asked for _, other in kg.related(cui)}
+    short = {name for cui in asked for name in kg.abbreviations.get(cui, ())}
     for match in matcher.find(text):
         named = set(kg.term2cui[match.term])
         explains = {
-            "synonym": bool(named & asked),
-            "abbreviation": bool(named & asked),
+            "synonym": bool(named & asked) and match.term not in short,
+            "abbreviation": bool(named & asked) and (match.term in short or not short),
             "hyponym": bool(named & below) and not named & asked,
             "implication": bool(named & joined or asked & {o for cui in named for _, o in kg.related(cui)}),
         }[match_type]
@@ -92,14 +94,14 @@ def with_spans(judged: pd.DataFrame, benchmark: Benchmark, kg: KnowledgeGraph, m
     return judged[kept].assign(start=[s for s, _ in places], end=[e for _, e in places])
 
 
-def largest_change(judged: pd.DataFrame, before: str, after: str, losses: bool = False) -> pd.Series:
-    """The judgment whose rank gained most from `before` to `after` (lost most, with `losses`).
+def largest_change(judged: pd.DataFrame, before: str, after: str, losses: bool = False) -> pd.Series | None:
+    """The judgment whose rank gained most from `before` to `after` (lost most, with `losses`); None where none did.
 
     Of equal changes the one that ends better (gains) or began better (losses), then the first by ids."""
     gain = (judged[before] - judged[after]) * (-1 if losses else 1)
     then = judged[before] if losses else judged[after]
     order = judged.assign(_gain=-gain, _then=then).sort_values(["_gain", "_then", "query_id", "chunk_id"])
-    return judged.loc[order.index[0]]
+    return judged.loc[order.index[0]] if order["_gain"].iloc[0] < 0 else None
 
 
 def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer]) -> pd.DataFrame:

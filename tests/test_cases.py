@@ -42,6 +42,16 @@ def test_the_graph_explains_a_judgment(kg, text, match_type, span):
     assert (found and text[found.start : found.end]) == span
 
 
+def test_an_abbreviation_is_one_where_the_graph_says_which_names_are(kg):
+    kg.cui2terms["C1"].append("high blood pressure")
+    kg.term2cui["high blood pressure"] = ["C1"]
+    text, matcher = "htn, so high blood pressure", EntityMatcher(kg.term2cui)
+    kg.abbreviations = {"C1": ["htn"]}
+    spans = {kind: cases.relevant_span("hypertension", text, kind, kg, matcher) for kind in ("abbreviation", "synonym")}
+    assert {k: text[s.start : s.end] for k, s in spans.items()} == {
+        "abbreviation": "htn", "synonym": "high blood pressure"}  # fmt: skip
+
+
 @pytest.fixture
 def bench() -> Benchmark:
     chunk_ids = ["n_0", "n_1", "n_2", "n_3"]
