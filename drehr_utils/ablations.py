@@ -27,7 +27,7 @@ from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training import Recipe, StageConfig
 
 SEEDS, CHANGES = ROOT / "data/ablation_seeds.csv", ROOT / "data/recipe_changes.csv"
-WITHOUT = "w/o stage I"
+WITHOUT, CONTROL = "w/o stage I", "w/o stage I, as many steps in all"
 STAGE1_ROWS = ("+ String Match", "+ Abbreviation", "+ KG-Synonym", "+ KG-Hypernym", "+ KG-Related")
 PLAIN, TOGETHER = "plain recipe", "all together"
 
@@ -55,6 +55,13 @@ def stage1_ablation(profile: Profile) -> dict[str, Recipe]:
         sources = STAGE1_SOURCES[:last] if last < len(STAGE1_SOURCES) else None
         rows[name] = replace(plain, stage1=replace(plain.stage1, sources=sources))
     return rows
+
+
+def control(profile: Profile) -> Recipe:
+    """Stage II alone for the steps of both stages: what the ablation's other rows owe to training longer."""
+    first, second = (getattr(shortened(profile, profile.published), stage) for stage in ("stage1", "stage2"))
+    steps = second.max_steps and first.max_steps + second.max_steps
+    return Recipe(stage2=replace(second, max_steps=steps, epochs=first.epochs + second.epochs))
 
 
 def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
@@ -86,7 +93,7 @@ def _draw_less(recipe: Recipe) -> Recipe:
 
 
 def _doubled(config: StageConfig) -> StageConfig:
-    steps = config.max_steps and max(1, config.max_steps // 2)  # as many chunks are seen
+    steps = config.max_steps and max(1, config.max_steps // 2)  # about as many chunks are seen
     return replace(config, batch_size=2 * config.batch_size, max_steps=steps, recompute=True)
 
 
@@ -157,6 +164,11 @@ def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarr
 # --- the committed records ---------------------------------------------------------------------------------------
 
 
+def _place(profile: Profile, path: Path) -> Path:
+    """The committed record under `open`; another profile's goes to its cache."""
+    return path if profile.name == "open" else profile.cache / path.name
+
+
 def _record(path: Path, key: dict, make: Callable[[], pd.DataFrame]) -> None:
     """Appends `make()`'s rows under `key`, which the record's first columns hold, unless they are there."""
     done = pd.read_csv(path, dtype=dict.fromkeys(key, str)) if path.exists() else pd.DataFrame(columns=list(key))
@@ -173,8 +185,9 @@ def _record(path: Path, key: dict, make: Callable[[], pd.DataFrame]) -> None:
     print(f"{path.name}: {', '.join(key.values())} ({about['minutes']} min)", flush=True)
 
 
-def run_seeds(profile: Profile, seeds: int, path: Path = SEEDS) -> None:
+def run_seeds(profile: Profile, seeds: int) -> None:
     """Table 5's ablation on test for each seed, into the record."""
+    path = _place(profile, SEEDS)
     bench = pipeline.benchmark(profile, "test")
     for seed in range(seeds):
         for name, recipe in stage1_ablation(profile).items():
@@ -188,8 +201,9 @@ def run_seeds(profile: Profile, seeds: int, path: Path = SEEDS) -> None:
             _record(path, key, make)
 
 
-def run_changes(profile: Profile, path: Path = CHANGES) -> None:
+def run_changes(profile: Profile) -> None:
     """Each change of the recipe on dev, into the record."""
+    path = _place(profile, CHANGES)
     bench, recipes = pipeline.benchmark(profile, "dev"), recipe_changes(profile)
 
     def scores(recipe: Recipe) -> np.ndarray:
@@ -225,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     ):
         if wanted:
             if options.remake:
-                path.unlink(missing_ok=True)
+                _place(profile, path).unlink(missing_ok=True)
             run()
 
 

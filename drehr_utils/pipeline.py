@@ -333,25 +333,32 @@ def benchmark(profile: Profile, split: str) -> cliniq.Benchmark:
     return cliniq.subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
 
 
-def dense(encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool = False) -> np.ndarray:
-    """The encoder's score matrix, float32 [queries, chunks], cosine similarities."""
+def dense(
+    encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool = False, bf16: bool = False
+) -> np.ndarray:
+    """The encoder's score matrix, float32 [queries, chunks], cosine similarities; bf16: see encoders.encode."""
     texts = list(bench.queries.values()), list(bench.corpus.values())
     # Small batches stay in a CPU's cache: a fifth faster there for chunks than the default of 64.
     batch = {"batch_size": 16} if encoder.device.type == "cpu" else {}
-    return retrieval.dense_scores(*(encoders.encode(encoder, part, progress=progress, **batch) for part in texts))
+    return retrieval.dense_scores(
+        *(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts)
+    )
 
 
 # --- notebooks 09 to 11 ------------------------------------------------------------------------------------------
 
 
 def model_scores(profile: Profile, folder: Path | None, split: str = "test") -> np.ndarray:
-    """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks."""
+    """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks.
+
+    In bfloat16 where that is fast, since an ablation has many models: scores of notebook 08's systems may differ from
+    its own by a few hundredths of a point."""
     bench = benchmark(profile, split)
     name = folder.resolve().name if folder else f"{profile.encoder}, {profile.pooling}"
-    key = artifacts.digest(name, encoders, bench.queries, bench.corpus)
+    key = artifacts.digest(name, "bf16", encoders, bench.queries, bench.corpus)
 
     def make() -> np.ndarray:
-        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench)
+        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench, bf16=True)
 
     def save(scores: np.ndarray, path: Path) -> None:
         with open(path, "wb") as handle:
