@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -171,17 +172,17 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
 def similarity_histograms(similarities: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
     """For each name, the densities of two samples of cosines: relevant pairs and others; panels share their axes."""
     fig, axes = plt.subplots(
-        1, len(similarities), figsize=(DOUBLE_COLUMN, 1.9), sharex=True, sharey=True, squeeze=False
+        1, len(similarities), figsize=(DOUBLE_COLUMN, 2.1), sharex=True, sharey=True, squeeze=False
     )
     bins = np.linspace(-0.2, 1, 41)
     for ax, (name, samples) in zip(axes[0], similarities.items(), strict=True):
         for values, label, color in zip(samples, ("relevant", "others"), PALETTE, strict=False):
             ax.hist(values, bins, density=True, histtype="stepfilled", alpha=0.45, color=color, label=label)
             ax.axvline(np.mean(values), color=color, linewidth=1)
-        ax.set_title(name)
-        ax.set_xlabel("cosine of query and chunk")
-    axes[0, 0].set_ylabel("density")
-    axes[0, 0].legend()
+        ax.set_title(textwrap.fill(name, 16))
+    fig.supxlabel("Cosine of query and chunk", fontsize=8)
+    axes[0, 0].set_ylabel("Density")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return fig
 
 
@@ -200,7 +201,7 @@ def entity_map(places: Mapping[str, np.ndarray], concepts: Sequence[str]) -> Fig
                 label=kind,
                 linewidths=0,
             )
-        ax.set_title(name)
+        ax.set_title(textwrap.fill(name, 20))
         ax.set_xticks([])
         ax.set_yticks([])
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
