@@ -196,7 +196,10 @@ def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int, bu
     A mention with several concepts counts as found with any of them."""
     chosen_by = [int(mention.id) for mention in but]
     unseen = np.setdiff1d(dev.mention, np.union1d(train.mention, np.array(chosen_by, dtype=int)))
-    return _as_test_set(f"{train.name}, dev", dev, unseen, mentions, concepts, seed)
+    own = _as_test_set(f"{train.name}, dev", dev, unseen, mentions, concepts, seed)
+    # In the comb task, two graphs may have the same text at different positions.
+    seen = {train.texts[i] for i in np.unique(train.mention)} | {mention.text for mention in but}
+    return replace(own, mentions=[mention for mention in own.mentions if mention.text not in seen])
 
 
 def seen_task(train: Task, mentions: int, concepts: int, seed: int) -> TestSet:
