@@ -5,7 +5,8 @@
 
 Dev mentions are the mention of no training pair; no test mention is read. Notebook 12's own test of the comb has other
 mentions. The committed record is older than the comparison by text in linking.own_task: 160 of its 500 mentions are
-also a training pair's of another graph, so its R@1 and R@25 are a little high, for every row. Notebook 12 shows data/kg_dev_search.csv.
+also a training pair's of another graph, so its R@1 and R@25 are a little high, for every row.
+Notebook 12 shows data/kg_dev_search.csv.
 """
 
 from __future__ import annotations
