@@ -186,7 +186,7 @@ def test_the_improved_recipe_meets_its_targets_by_match_type():
     assert (gain > 0).all() and gain["abbreviation"] >= 15 and table.loc[pipeline.IMPROVED, "string"] >= 95
 
 
-@pytest.mark.parametrize("path", [ablations.SEEDS])
+@pytest.mark.parametrize("path", [ablations.SEEDS, ablations.CHANGES])
 def test_the_committed_records_are_of_todays_recipes(path):
     profile, record = load_profile("open"), pd.read_csv(path)
     recipes = ablations.recipe_changes(profile) if path == ablations.CHANGES else ablations.stage1_ablation(profile)
