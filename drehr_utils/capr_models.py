@@ -7,6 +7,7 @@ apart have `encode_queries`, `encode_passages` and `match`, so that passages can
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,14 +44,16 @@ def poly_score(q: Tensor, P: Tensor, mask: Tensor, W_attn: Tensor) -> Tensor:
     return torch.einsum("qpd,qd->qp", torch.relu(y @ W_attn.T), q)
 
 
-class TwoTowers(nn.Module):
+class TwoTowers(nn.Module, ABC):
     """A model that encodes queries and passages apart and then matches them."""
 
+    @abstractmethod
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        raise NotImplementedError
+        """What `match` takes of the queries."""
 
+    @abstractmethod
     def encode_passages(self, passages: Sequence[Passage]) -> Any:
-        raise NotImplementedError
+        """What `match` takes of the passages."""
 
     def match(self, queries: Tensor, passages: Any) -> Tensor:
         """float [queries, passages]; here SCALE times the cosine of unit vectors."""

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, TrainingArguments
 
 from drehr_utils import artifacts, capr, capr_long, capr_models, corpus, encoders, pipeline, training
 from drehr_utils.capr import Passage
@@ -238,27 +237,7 @@ def train(
         if isinstance(encoder, encoders.SentenceTransformer):
             training.prepare_for_training(encoder, config)
     schedule = training.batch_schedule([p.document_id for p in labelled], config)
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=len(schedule),
-        per_device_train_batch_size=config.batch_size,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=round(config.warmup_ratio * len(schedule)),
-        optim="adamw_torch",
-        bf16=encoders.has_fast_bf16(),
-        use_cpu=not torch.cuda.is_available(),
-        seed=config.seed,
-        data_seed=config.seed,
-        logging_steps=1,
-        save_steps=save_steps or 1,
-        save_total_limit=1,
-        save_strategy="steps" if save_steps else "no",
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = training.training_arguments(output, config, len(schedule), save_steps)
     trainer = ListwiseTrainer(
         model=model,
         args=arguments,
@@ -269,12 +248,7 @@ def train(
         schedule=schedule,
         reference=None,
     )
-    trainer.remove_callback(PrinterCallback)
-    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
-    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # or it would go on computing in bf16
-    log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
-    return log[["step", "loss"]].reset_index(drop=True)
+    return training.fit(trainer, model, output)[["step", "loss"]]
 
 
 def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame | None, str]:

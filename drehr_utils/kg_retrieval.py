@@ -12,11 +12,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, TrainingArguments
 
-from drehr_utils.encoders import embed_buckets, has_fast_bf16, token_buckets
+from drehr_utils.encoders import embed_buckets, token_buckets
 from drehr_utils.kg_tasks import Task, text_key
-from drehr_utils.training import ContrastiveTrainer, StepBar, prepare_for_training
+from drehr_utils.training import ContrastiveTrainer, StepBar, fit, prepare_for_training, training_arguments
 
 TERM_TOKENS = 32  # an ICD-10-CM description has 13 tokens in the middle, 29 at the 99th percentile
 
@@ -140,26 +139,7 @@ def train_pairs(
     AdamW, warm-up, linear decay (§6.1). `output` holds checkpoints, from which a run that was cut off goes on."""
     prepare_for_training(encoder, config)
     schedule = pair_schedule([len(task) for task in tasks], config)
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=len(schedule),
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=round(config.warmup_ratio * len(schedule)),
-        optim="adamw_torch",
-        bf16=has_fast_bf16(),
-        use_cpu=not torch.cuda.is_available(),
-        seed=config.seed,
-        data_seed=config.seed,
-        logging_steps=1,
-        save_steps=save_steps or len(schedule),
-        save_total_limit=1,
-        save_strategy="steps" if save_steps else "no",
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = training_arguments(output, config, len(schedule), save_steps)
     trainer = PairTrainer(
         model=encoder,
         args=arguments,
@@ -170,9 +150,4 @@ def train_pairs(
         schedule=schedule,
         reference=None,
     )
-    trainer.remove_callback(PrinterCallback)
-    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
-    trainer.accelerator.unwrap_model(encoder, keep_fp32_wrapper=False)  # or it would go on computing in bf16
-    log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
-    return log[["step", "loss", "learning_rate"]].reset_index(drop=True)
+    return fit(trainer, encoder, output)

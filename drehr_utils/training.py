@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -362,6 +362,45 @@ def prepare_for_training(encoder: SentenceTransformer, config: StageConfig) -> N
         encoder[0].auto_model.set_attn_implementation("eager")
 
 
+def training_arguments(
+    output: Path, config: Any, steps: int, save_steps: int, use_cpu: bool | None = None
+) -> TrainingArguments:
+    """AdamW, warm-up and linear decay (§4.2) over `steps` batches that the caller's schedule fixes.
+
+    `config` has batch_size, learning_rate, warmup_ratio and seed; `save_steps` 0: no checkpoints."""
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=round(config.warmup_ratio * steps),
+        optim="adamw_torch",
+        bf16=has_fast_bf16(),
+        use_cpu=not torch.cuda.is_available() if use_cpu is None else use_cpu,
+        seed=config.seed,
+        data_seed=config.seed,
+        logging_steps=1,
+        save_steps=save_steps or steps,
+        save_total_limit=1,
+        save_strategy="steps" if save_steps else "no",
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+def fit(trainer: Trainer, model: torch.nn.Module, output: Path) -> pd.DataFrame:
+    """Trains `model` in place, from the last checkpoint in `output` if there is one; returns step, loss, lr."""
+    trainer.remove_callback(PrinterCallback)
+    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # or it would go on computing in bf16
+    log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
+    return log[["step", "loss", "learning_rate"]].reset_index(drop=True)
+
+
 def train_stage(
     encoder: SentenceTransformer,
     data: TrainingSet,
@@ -383,28 +422,7 @@ def train_stage(
     prepare_for_training(encoder, config)
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
     schedule = batch_schedule(note_ids, config, len(data.graph.names))
-    use_cpu = not torch.cuda.is_available() if use_cpu is None else use_cpu
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=len(schedule),
-        per_device_train_batch_size=config.batch_size,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=round(config.warmup_ratio * len(schedule)),
-        optim="adamw_torch",
-        bf16=has_fast_bf16(),
-        use_cpu=use_cpu,
-        seed=config.seed,
-        data_seed=config.seed,
-        logging_steps=1,
-        save_steps=save_steps,
-        save_total_limit=1,
-        save_strategy="steps" if save_steps else "no",
-        report_to=[],
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
+    arguments = training_arguments(output, config, len(schedule), save_steps, use_cpu)
     trainer = ContrastiveTrainer(
         model=encoder,
         args=arguments,
@@ -415,9 +433,4 @@ def train_stage(
         schedule=schedule,
         reference=reference,
     )
-    trainer.remove_callback(PrinterCallback)
-    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
-    trainer.accelerator.unwrap_model(encoder, keep_fp32_wrapper=False)  # or it would go on computing in bf16
-    log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
-    return log[["step", "loss", "learning_rate"]].reset_index(drop=True)
+    return fit(trainer, encoder, output)
