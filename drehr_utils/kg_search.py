@@ -1,22 +1,22 @@
 """The search for KG entity retrieval's hyper-parameters, on the comb task's dev pairs, and its committed record.
 
     python -m drehr_utils.kg_search             # trains and scores the candidates that the record lacks
-    python -m drehr_utils.kg_search --remake    # all of them again (ten minutes)
+    python -m drehr_utils.kg_search --remake    # all of them again (five minutes)
 
 Dev mentions are the mention of no training pair; no test mention is read. Notebook 12's own test of the comb has other
-mentions. The committed record is older than the comparison by text in linking.own_task: 160 of its 500 mentions are
-also a training pair's of another graph, so its R@1 and R@25 are a little high, for every row.
-Notebook 12 shows data/kg_dev_search.csv.
+mentions. Notebook 12 shows data/kg_dev_search.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import platform
 from dataclasses import replace
 
 import pandas as pd
 
-from drehr_utils import artifacts, kg_systems, linking
+from drehr_utils import artifacts, encoders, evaluation, kg_systems, linking
 from drehr_utils.kg_retrieval import PairConfig
 from drehr_utils.profiles import ROOT, Profile, load_profile
 
@@ -51,12 +51,17 @@ def main(arguments: list[str] | None = None) -> None:
         if key in set(record["config"]):
             continue
         folder = "start" if config is None else kg_systems.trained(profile, [train], config)[0]
-        values = kg_systems.recall(profile, own, folder).groupby("metric")["value"].mean()
+        values = [kg_systems.recall(profile, own, model) for model in (folder, "start")]
+        scores = evaluation.result_rows("", "", "", values[0], None if config is None else values[1], profile.seed)
         row = {"config": key, "learning rate": None, "scale": None, "false negatives masked": None}
         if config is not None:
             row |= {"learning rate": config.learning_rate, "scale": config.scale, "steps": config.max_steps,
                     "batch": config.batch_size, "false negatives masked": config.mask_false_negatives}  # fmt: skip
-        row |= values.round(2).to_dict()
+        for score in scores.round(4).itertuples():
+            row |= {score.metric: score.ours, f"{score.metric} low": score.low, f"{score.metric} high": score.high,
+                    f"{score.metric} p": score.p}  # fmt: skip
+        row |= {"mentions": len(own.mentions), "date": datetime.date.today().isoformat(),
+                "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
         record = pd.concat([record, pd.DataFrame([row])], ignore_index=True)
         record.to_csv(RECORD, index=False)
         print(row, flush=True)

@@ -54,6 +54,7 @@ def candidates(profile: Profile) -> dict[str, Recipe]:
         "I. H with 1 epoch, learning rate 3e-4, the loss's lambda 0.3": Recipe(stage2=replace(_SHORT, lam=0.3)),
         "J. I with lambda 0.5, broader concepts positive, related ones left out": Recipe(stage2=_BROADER),
         "K. J, opaque names read, 2 epochs, learning rate 4e-4, kept harder": profile.improved,
+        "L. K, the loss's beta 20 for 50": replace(profile.improved, stage2=replace(profile.improved.stage2, beta=20.0)),
         "as published": profile.published,
     }
 
