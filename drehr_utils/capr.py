@@ -7,7 +7,6 @@ passage's text, so an aspect has to be understood and can't be copied.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from drehr_utils import public_data
 from drehr_utils.cliniq import read_json_lines
 from drehr_utils.corpus import Note, clean
 from drehr_utils.matching import EntityMatcher
-from drehr_utils.medquad import DATA_VARIABLE, MedQuad
+from drehr_utils.medquad import MedQuad
 
 # aspect -> its headings: MIMIC-IV's discharge template, and MIMIC-III's wordings of the same.
 ASPECTS = {
@@ -222,8 +222,8 @@ def question_aspect(question: str) -> str | None:
 def question_type_agreement(folder: str | Path | None = None) -> tuple[int, int]:
     """How many of MedQuAD's questions get their own aspect label from question_aspect, and how many there are.
 
-    `folder` as medquad.load_medquad's. Raises DataError for a missing file or a malformed line."""
-    path = Path(folder or os.environ.get(DATA_VARIABLE, "."), "medquad/queries.jsonl.gz")
+    `folder` as public_data.locate's. Raises DataError for a missing file or a malformed line."""
+    path = public_data.locate("medquad", folder, missing_ok=False) / "medquad/queries.jsonl.gz"
     asked = [(row["text"], row["aspect"]) for _, _, row in read_json_lines(path, ("text", "aspect"))]
     return sum(question_aspect(question) == aspect for question, aspect in asked), len(asked)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 
 from drehr_utils import evaluation
 from drehr_utils.capr import Passage
@@ -81,9 +82,21 @@ class Report:
         return f"{said} ({', '.join(won) or 'none'})" + (f"; not so {', '.join(lost)}." if lost else ".")
 
     def ranking(self, systems: Sequence[str], task: str) -> str:
-        """The systems with their R@1, best first."""
-        ranked = sorted(systems, key=lambda name: -self.mean(name, task))
-        return ", ".join(f"{name} {self.mean(name, task):.1f}" for name in ranked)
+        """The systems with their R@1 on the queries that all of them answered, best first, and how many those are.
+
+        Where none or all of them are right, the bootstrap's interval has no width; Clopper and Pearson's is given."""
+        both = set.intersection(*(set(self.values[name, task]["search_id"]) for name in systems))
+        mean, n = {}, len(both)
+        for name in systems:
+            frame = self.values[name, task].query("metric == @self.metric and search_id in @both")
+            mean[name] = float(frame["value"].mean())
+        said = ", ".join(f"{name} {mean[name]:.1f}" for name in sorted(systems, key=lambda name: -mean[name]))
+        said += f" ({n} queries"
+        for right, percent in ((0, 0.0), (n, 100.0)):
+            if percent in mean.values():
+                low, high = scipy.stats.binomtest(right, n).proportion_ci(0.95)
+                said += f"; {right} of {n} right is compatible with {100 * low:.0f}% to {100 * high:.0f}%"
+        return said + ")"
 
     def _printed(self, system: str, task: str) -> float:
         of = self.figures
@@ -120,13 +133,15 @@ def worth_it(report: Report, interacting: Sequence[str], bi: str, task: str) -> 
 
 
 def mistakes_sentence(wrong: Mapping[str, pd.Series], systems: Sequence[str]) -> str:
-    """What the wrong first passages of some systems share with the query (`mistakes`)."""
+    """What the wrong first passages of some systems share with the query (`mistakes`); who learnt headings alone."""
     said = [
         f"{name}'s {wrong[name]['wrong first passages']:.0f} wrong first passages have the query's aspect in "
         f"{wrong[name]['same aspect']:.0f}% and its entity in {wrong[name]['same entity']:.0f}%"
         for name in systems
     ]
-    return "; ".join(said) + ". A system whose mistakes share the aspect alone has learnt headings, not entities."
+    headings = [n for n in systems if wrong[n]["same aspect"] >= 80 and wrong[n]["same entity"] < 10]
+    told = f" {' and '.join(headings)}: the mistakes share the aspect alone." if headings else ""
+    return "; ".join(said) + "." + told
 
 
 def exchanged_columns(ours: pd.Series, figures: pd.DataFrame, tolerance: float = 0.01) -> str:
@@ -143,7 +158,8 @@ def exchanged_columns(ours: pd.Series, figures: pd.DataFrame, tolerance: float =
     if group == "MedQuAD":
         return f"{said}, as the paper's Table 1 has it."
     sizes = ["{} {:,.0f} and {:,.0f}".format(name, *printed.loc[name]) for name in ("MedQuAD", group)]
-    return f"{said}; the paper's Table 1 prints {' and '.join(sizes)}, so its columns for these two seem exchanged."
+    said += f"; the paper's Table 1 prints {' and '.join(sizes)}, so its columns for these two seem exchanged"
+    return f"{said}. Against that, its §4.1 has 1,060 queries for MedQuAD, the number that Table 1 has as passages."
 
 
 def progress_sentence(curves: Mapping[str, pd.DataFrame], batch_sizes: Mapping[str, int], last: int = 10) -> str:

@@ -27,7 +27,7 @@ from drehr_utils import (
     vocabularies,
 )
 from drehr_utils.kg import KnowledgeGraph
-from drehr_utils.kg_retrieval import TERM_TOKENS, PairConfig, train_pairs
+from drehr_utils.kg_retrieval import TERM_TOKENS, PairConfig, pair_schedule, train_pairs
 from drehr_utils.kg_tasks import Task, text_key
 from drehr_utils.linking import TestSet
 from drehr_utils.profiles import ROOT, Profile
@@ -37,6 +37,7 @@ from drehr_utils.umls import umls_to_bios
 ICD10, COMB = "ICD-10", "Comb"
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
+KG_CACHE = ROOT / "data/cache/kg"
 PAPER_PERCENT = 100  # the paper prints recall as a fraction, our tables run from 0 to 100
 
 
@@ -63,7 +64,7 @@ class Settings:
 
 # 60 steps of 64 pairs take about half a minute on two cores; learning rate and scale: drehr_utils.kg_search, on dev.
 _OPEN_TRAINING = PairConfig(batch_size=64, max_steps=60, learning_rate=3e-5, warmup_ratio=0.1)
-# Annotations have no dev part of their own here, so nothing was chosen: 60 steps take a higher rate to fit them at all.
+# That of Figure 2's supervised loss, from the same search, on some of its training notes.
 _SUPERVISED_RATE = 3e-4
 
 
@@ -128,7 +129,7 @@ def mesh_graph() -> KnowledgeGraph:
 
 
 def _umls_graph(meta: Path) -> KnowledgeGraph:
-    folder = ROOT / "data/cache/kg" / f"umls-{artifacts.digest(str(meta.resolve()))}"
+    folder = KG_CACHE / f"umls-{artifacts.digest(str(meta.resolve()))}"
 
     def convert(_: None, partial: Path) -> None:
         umls_to_bios(meta / "MRCONSO.RRF", meta / "MRREL.RRF", None, partial)
@@ -140,6 +141,10 @@ def _umls_graph(meta: Path) -> KnowledgeGraph:
 def graphs(profile: Profile) -> dict[str, KnowledgeGraph]:
     """The SNOMED-like and the UMLS-like graph, in this order, by the names that systems are called after."""
     sizes = settings(profile)
+    if profile.name == "mimic":
+        for name, place, stands_in in (("SNOMED", sizes.snomed, "HPO"), ("UMLS", sizes.umls, "MeSH")):
+            if place is None:
+                print(f"DREHR_{name} is not set: {stands_in} stands in for {name}.")
     return {
         "SNOMED" if sizes.snomed else "HPO": load_snomed(sizes.snomed)[0] if sizes.snomed else hpo_graph(),
         "UMLS" if sizes.umls else "MeSH": _umls_graph(sizes.umls) if sizes.umls else mesh_graph(),
@@ -187,23 +192,42 @@ def graphs_of(profile: Profile, system: str) -> list[str]:
     return [graph for graph in (ICD10, *graphs(profile)) if system.startswith(f"{graph} ")]
 
 
+def _annotated(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    """The annotated notes of Figure 2's training, and those held out (every patient has one note), in a fixed order."""
+    documents = sorted({mention.document for mention in test_sets(profile)[0].mentions})
+    shuffled = np.random.default_rng(profile.seed).permutation(documents)
+    cut = round(settings(profile).train_documents * len(shuffled))
+    return shuffled[:cut], shuffled[cut:]
+
+
+def _supervised_pairs(profile: Profile, train: TestSet) -> Task:
+    """(mention, description) pairs of annotated notes, but for those that hold a text of another test set."""
+    whole, *others = test_sets(profile)
+    pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
+    task = Task.from_pairs(SUPERVISED, whole.graph, pairs)
+    return kg_tasks.without_texts(task, linking.unseen_texts(others, whole.graph))
+
+
+def supervised_dev(profile: Profile) -> tuple[Task, TestSet]:
+    """Of Figure 2's training notes, four fifths as the primary task and the rest to choose its hyper-parameters by."""
+    whole, (documents, _) = test_sets(profile)[0], _annotated(profile)
+    cut = round(0.8 * len(documents))
+    train, dev = whole.of_documents(documents[:cut]), whole.of_documents(documents[cut:])
+    return _supervised_pairs(profile, train), replace(dev, name=f"{SUPERVISED}, dev")
+
+
 def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     """Figure 2's primary task, (mention, description) pairs of some of the annotated notes, and what it is tested on.
 
-    In domain: the other notes' mentions (every patient has one note). Zero-shot: those of them whose concept the
-    training notes lack, and the other test sets."""
+    In domain: the other notes' mentions. Zero-shot: those of them whose concept the training notes lack, and the other
+    test sets."""
     whole, *others = test_sets(profile)
-    documents = sorted({mention.document for mention in whole.mentions})
-    shuffled = np.random.default_rng(profile.seed).permutation(documents)
-    cut = round(settings(profile).train_documents * len(shuffled))
-    train, held_out = whole.of_documents(shuffled[:cut]), whole.of_documents(shuffled[cut:])
+    train, held_out = (whole.of_documents(part) for part in _annotated(profile))
     seen = {c for mention in train.mentions for c in mention.concepts}
     said = {text_key(mention.text) for mention in train.mentions}
     unseen = [m for m in held_out.mentions if not m.concepts & seen and text_key(m.text) not in said]
     new = replace(held_out, mentions=unseen)
-    pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
-    task = Task.from_pairs(SUPERVISED, whole.graph, pairs)
-    task = kg_tasks.without_texts(task, linking.unseen_texts(others, whole.graph))
+    task = _supervised_pairs(profile, train)
     named = {"held-out notes": held_out, "held-out, unseen concepts": new} | {t.name: t for t in others}
     return task, named
 
@@ -230,15 +254,15 @@ def learnt(profile: Profile, name: str, test_set: TestSet) -> dict[str, float]:
 
 
 def why(profile: Profile) -> pd.DataFrame:
-    """For each task: `learnt` on a sample of its training mentions and on its dev mentions, and the share of its pairs
-    that training saw, %. A gain on the first alone is one that does not carry over; none on either, one not learnt."""
+    """For each task: `learnt` on a sample of the mentions that training showed and on its dev mentions, and the share
+    of its pairs that training showed, %. A gain on the first alone is one that does not carry over."""
     sizes, rows = settings(profile), {}
     for name, (train, _) in tasks(profile).items():
-        shown = linking.seen_task(train, sizes.seen_mentions, sizes.seen_concepts, profile.seed)
-        parts = {"train": learnt(profile, name, shown), "dev": learnt(profile, name, own_test(profile, name))}
-        seen = 100 * sizes.training.max_steps * sizes.training.batch_size / len(train)
+        pairs = sorted({pair for step in pair_schedule([len(train)], sizes.training) for _, pair in step})
+        shown = linking.seen_task(train, pairs, sizes.seen_mentions, sizes.seen_concepts, profile.seed)
+        parts = {"shown": learnt(profile, name, shown), "dev": learnt(profile, name, own_test(profile, name))}
         rows[name] = {f"{part}: {k}": v for part, found in parts.items() for k, v in found.items()}
-        rows[name]["pairs seen, %"] = min(100.0, seen)
+        rows[name]["pairs shown, %"] = 100 * len(pairs) / len(train)
     return pd.DataFrame(rows).T
 
 
@@ -340,6 +364,28 @@ def compare(
             base = None if name == against else values[against]
             frames.append(evaluation.result_rows(name, setting, group, values[name], base, seed=profile.seed))
     return pd.concat(frames, ignore_index=True)
+
+
+def gain_draws(
+    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path, n: int
+) -> pd.DataFrame:
+    """Bootstrap draws of every cell's gain over the model `against`, in points: [n, (system, group, metric)].
+
+    A draw takes a test set's gold concepts with repetition, each with all its mentions and the same for every system
+    and metric, so that any statistic over cells has its interval: take it draw by draw."""
+    columns = {}
+    for group, test_set in test_sets.items():
+        rng, base = np.random.default_rng(profile.seed), recall(profile, test_set, against)
+        clusters = sorted(set(base["query_id"]))
+        weights = rng.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), n)
+        for name, model in systems.items():
+            gains = recall(profile, test_set, model).set_index(["metric", "search_id"])
+            gains["value"] -= base.set_index(["metric", "search_id"])["value"]
+            for metric, part in gains.groupby("metric"):
+                each = part.groupby("query_id")["value"].agg(["sum", "size"]).loc[clusters].to_numpy()
+                total, mentions = (weights @ each).T
+                columns[name, group, metric] = total / mentions
+    return pd.DataFrame(columns).rename_axis(columns=["system", "group", "metric"])
 
 
 # --- the paper's figures --------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,19 +14,15 @@ import numpy as np
 import pandas as pd
 from ir_measures import Success
 
+from drehr_utils import public_data
 from drehr_utils.corpus import DataError
 from drehr_utils.kg import KnowledgeGraph
 from drehr_utils.kg_tasks import Task, icd10_codes, icd10_description, icd10_sections, text_key
-from drehr_utils.medquad import DATA_VARIABLE
 from drehr_utils.retrieval import rank, tie_keys
 
 METRICS = {"R@1": Success @ 1, "R@25": Success @ 25}  # a mention has one gold concept, so success is recall
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 LINKING_COLUMNS = ["note_id", "split", "mention", "icd10cm_code", "icd10cm_title"]
-NCBI_CITATION = (
-    "NCBI Disease corpus (Doğan, Leaman and Lu, 2014, J. Biomed. Inform. 47): made by the US National Library of "
-    "Medicine, public domain; cite the paper."
-)
 
 
 @dataclass(frozen=True)
@@ -155,16 +150,15 @@ def resolve_ids(annotated: Iterable[tuple[str, str, str]], graph: KnowledgeGraph
 
 
 def load_ncbi_disease(graph: KnowledgeGraph, name: str, folder: str | Path | None = None) -> TestSet | None:
-    """The test part of NCBI Disease (`ncbi_disease/` under $DREHR_PUBLIC_DATA) against the graph called `name`.
+    """The test part of NCBI Disease (public_data.locate) against the graph called `name`.
 
     Distinct (mention, concept) pairs; those of several concepts, of OMIM or of a descriptor that resolve_ids doesn't
-    know are left out and counted. Without the files: says so and returns None."""
-    folder = Path(folder or os.environ.get(DATA_VARIABLE, "."), "ncbi_disease")
-    paths = {part: folder / f"NCBI{part}set_corpus.txt.gz" for part in ("train", "develop", "test")}
-    if missing := [path.name for path in paths.values() if not path.exists()]:
-        print(f"NCBI Disease not found ({missing[0]}): set {DATA_VARIABLE} to a folder with ncbi_disease/ to run it.")
+    know are left out and counted. None without the files."""
+    root = public_data.locate("ncbi_disease", folder)
+    if root is None:
         return None
-    print(NCBI_CITATION)
+    parts = ("train", "develop", "test")
+    paths = {part: root / "ncbi_disease" / f"NCBI{part}set_corpus.txt.gz" for part in parts}
     cui_of = resolve_ids([*read_ncbi(paths["train"]), *read_ncbi(paths["develop"])], graph)
     mentions, left_out, seen = {}, Counter(), set()
     for document, text, concept in read_ncbi(paths["test"]):
@@ -202,9 +196,9 @@ def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int, bu
     return replace(own, mentions=[mention for mention in own.mentions if mention.text not in seen])
 
 
-def seen_task(train: Task, mentions: int, concepts: int, seed: int) -> TestSet:
-    """Training pairs as a test set, like own_task's: what a system has learnt of what it was shown."""
-    return _as_test_set(f"{train.name}, train", train, np.unique(train.mention), mentions, concepts, seed)
+def seen_task(train: Task, shown: Sequence[int], mentions: int, concepts: int, seed: int) -> TestSet:
+    """The pairs at positions `shown` of a task as a test set, like own_task's: what a system has learnt of them."""
+    return _as_test_set(f"{train.name}, train", train, np.unique(train.mention[list(shown)]), mentions, concepts, seed)
 
 
 def _as_test_set(name: str, task: Task, among: np.ndarray, mentions: int, concepts: int, seed: int) -> TestSet:

@@ -5,7 +5,6 @@ The data are public but not ours to pass on: they are read from a folder outside
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import pandas as pd
 from ir_measures import Success
 from sklearn.feature_extraction.text import TfidfVectorizer
 
+from drehr_utils import public_data
 from drehr_utils.cliniq import read_json_lines
 from drehr_utils.retrieval import BM25, dense_scores, rank, tie_keys
 
-DATA_VARIABLE = "DREHR_PUBLIC_DATA"
 METRICS = {"R@1": Success @ 1, "R@5": Success @ 5}  # a query is answered by any of its passages; 97% have just one
 
 
@@ -51,18 +50,14 @@ class MedQuad:
 
 
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
-    """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` under `folder`, by default $DREHR_PUBLIC_DATA.
+    """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.
 
-    Without the data: prints where to put them, and returns None, so that a notebook goes on without this part.
     Raises DataError for a malformed line.
     """
-    folder = Path(folder or os.environ.get(DATA_VARIABLE, "."), "medquad")
-    if not (folder / "passages.jsonl.gz").exists():
-        print(
-            f"MedQuAD not found: set {DATA_VARIABLE} to a folder with medquad/queries.jsonl.gz and "
-            "medquad/passages.jsonl.gz to run this part."
-        )
+    root = public_data.locate("medquad", folder)
+    if root is None:
         return None
+    folder = root / "medquad"
     passages = {p["id"]: p["text"] for _, _, p in read_json_lines(folder / "passages.jsonl.gz", ("id", "text"))}
     data = MedQuad({}, {}, passages, {}, [])
     for _, _, query in read_json_lines(folder / "queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):

@@ -63,6 +63,7 @@ _IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook
     substitution=0.4,
     keep=10.0,
     kept_per_chunk=2,
+    beta=20.0,
 )
 _OPEN = Profile(
     name="open",
@@ -70,7 +71,7 @@ _OPEN = Profile(
         stage1=StageConfig(positives_per_chunk=32, batch_size=32, epochs=1),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
-    improved=Recipe(stage2=_IMPROVED_STAGE2, own_share=0.5, read_names=True),
+    improved=Recipe(stage2=_IMPROVED_STAGE2, read_names=True),
     ablation_share=0.25,
 )
 
@@ -99,7 +100,7 @@ _MIMIC = Profile(
         stage1=StageConfig(positives_per_chunk=128, batch_size=32, epochs=3),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
-    improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), own_share=0.5, read_names=True),
+    improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), read_names=True),
     save_steps=1000,
 )
 

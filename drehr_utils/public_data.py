@@ -39,10 +39,10 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from drehr_utils.corpus import DataError
-from drehr_utils.medquad import DATA_VARIABLE
 from drehr_utils.profiles import ROOT
 
-FOLDER = ROOT / "data/public"  # git-ignored
+DATA_VARIABLE = "DREHR_PUBLIC_DATA"
+FOLDER = ROOT / "data/public"  # git-ignored; read where the variable is not set
 TIMEOUT = 60  # seconds without a byte
 IU_COLUMNS = ("uid", "MeSH", "Problems", "image", "indication", "comparison", "findings", "impression")
 
@@ -282,7 +282,7 @@ _CDV = "9b75fd472fb06d707924d840f8714d6e1ed9bd76"
 _NCBI = "https://www.ncbi.nlm.nih.gov/CBBresearch/Dogan/DISEASE"
 SOURCES = {
     "medquad": Source(
-        "MedQuAD, with the CDV annotations of its test split",
+        "MedQuAD, with CDV's annotations of its test split",
         "MedQuAD: CC BY 4.0 (answers under MedlinePlus copyright are not in it). CDV: see its repository.",
         "Ben Abacha and Demner-Fushman, 2019. A question-entailment approach to question answering. BMC "
         "Bioinformatics 20:511. Arnold et al., 2020. Learning contextualized document representations for healthcare "
@@ -343,6 +343,32 @@ def verify(folder: Path, outputs: Sequence[str], content: dict[str, str] = CONTE
         except (OSError, EOFError):
             states[name] = "unreadable"
     return states
+
+
+def locate(name: str, folder: str | Path | None = None, missing_ok: bool = True) -> Path | None:
+    """The folder with the files of SOURCES[name]: `folder`, else $DREHR_PUBLIC_DATA, else data/public.
+
+    Prints the data set's citation and licence; where a file is not the one this project was developed with, a warning.
+    Where a file is missing: says how to get it and returns None, so that a notebook goes on without; or raises
+    DataError if not missing_ok. Raises DataError for a file that can't be read."""
+    root, source = Path(folder or os.environ.get(DATA_VARIABLE) or FOLDER), SOURCES[name]
+    states = verify(root, source.outputs)
+    broken, missing, other = (
+        [f for f, state in states.items() if state == kind] for kind in ("unreadable", "missing", "differs")
+    )
+    if broken:
+        raise DataError(f"{broken[0]}: damaged, or no gzip file; python -m drehr_utils.public_data {name} fetches it")
+    if missing:
+        said = f"{source.title}: {missing[0]} not found. `python -m drehr_utils.public_data {name}` fetches it into"
+        said += f" data/public; or set {DATA_VARIABLE} to a folder that has it."
+        if not missing_ok:
+            raise DataError(said)
+        print(f"{said} Skipped.")
+        return None
+    print(f"{source.title}. Cite: {source.citation} Licence: {source.licence}")
+    if other:
+        print(f"Not the content this project was developed with, so figures may differ: {', '.join(other)}")
+    return root
 
 
 def fetch(source: Source, folder: Path, mirror: str | None = None, progress: bool = True) -> dict[str, str]:

@@ -23,10 +23,9 @@ import pandas as pd
 from ir_measures import AP, Rprec
 from sentence_transformers import SentenceTransformer
 
-from drehr_utils import encoders, evaluation, negation, tables
+from drehr_utils import encoders, evaluation, negation, public_data, tables
 from drehr_utils.cliniq import read_json_lines
 from drehr_utils.corpus import DataError
-from drehr_utils.medquad import DATA_VARIABLE
 from drehr_utils.profiles import ROOT
 from drehr_utils.retrieval import rank, tie_keys
 
@@ -100,16 +99,12 @@ def read_collection(path: Path) -> list[Report]:
 
 
 def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
-    """IU X-ray's reports with their coders' problems (Demner-Fushman et al., 2016), from `folder` or
-    $DREHR_PUBLIC_DATA; None, with a word printed, where they aren't there."""
-    given = folder or os.environ.get(DATA_VARIABLE)
-    path = Path(given, "iu_xray", "indiana_reports.csv.gz") if given else None
-    if path is None or not path.exists():
-        print(
-            f"IU X-ray not found, so its columns are skipped: set {DATA_VARIABLE} to a folder with "
-            "iu_xray/indiana_reports.csv.gz (python -m drehr_utils.public_data iu_xray fetches it)."
-        )
+    """IU X-ray's reports with their coders' problems (Demner-Fushman et al., 2016), from public_data.locate's folder;
+    None without them."""
+    root = public_data.locate("iu_xray", folder)
+    if root is None:
         return None
+    path = root / "iu_xray" / "indiana_reports.csv.gz"
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     missing = [c for c in ("uid", "Problems", "findings", "impression") if c not in table]
     if missing:

@@ -341,8 +341,7 @@ def rel(cui1, relation, cui2, rela="", suppress="N"):
     return f"{cui1}|A1|AUI|{relation}|{cui2}|A2|AUI|{rela}|R1||MSH|MSH|||{suppress}||"
 
 
-@pytest.fixture
-def release(tmp_path) -> Path:
+def umls_release(folder: Path) -> Path:
     rows = [
         conso("C01", "Diabetes", ts="S", ispref="N"),
         conso("C01", "Diabetes  Mellitus"),
@@ -357,7 +356,7 @@ def release(tmp_path) -> Path:
         "C06|ENG|P|too|short|",
         conso("C07", ""),
     ]
-    (tmp_path / "MRCONSO.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "MRCONSO.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
     rows = [
         rel("C02", "PAR", "C01"),  # CUI2 is a parent of CUI1: C02 is_a C01
         rel("C01", "CHD", "C02"),  # the same edge from the other end
@@ -374,10 +373,15 @@ def release(tmp_path) -> Path:
         "C01|broken|",
         rel("", "PAR", "C01"),
     ]
-    (tmp_path / "MRREL.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    (folder / "MRREL.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
     rows = ["C01|T047|B2.2.1.2.1|Disease or Syndrome|AT1|256|", "C03|T121|A1.4.1.1.1|Pharmacologic Substance|AT2||"]
-    (tmp_path / "MRSTY.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return tmp_path
+    (folder / "MRSTY.RRF").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def release(tmp_path) -> Path:
+    return umls_release(tmp_path)
 
 
 def test_umls_to_bios(release):

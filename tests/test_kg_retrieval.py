@@ -1,11 +1,14 @@
 """KG entity retrieval: pairs by hand, splits, zero-shot by construction on the open data, the loss against torch's."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from test_kg import umls_release
+from test_snomed import release as snomed_release
 
 from drehr_utils import artifacts, kg_search, kg_systems, linking
 from drehr_utils.corpus import DataError, read_splits
@@ -196,7 +199,9 @@ def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile, tasks):
 
 def test_what_was_seen_is_of_training_pairs(tasks):
     train, _ = tasks["HPO Graph"]
-    seen = linking.seen_task(train, mentions=50, concepts=100, seed=0)
+    shown = sorted({pair for step in pair_schedule([len(train)], PairConfig(max_steps=2)) for _, pair in step})
+    seen = linking.seen_task(train, shown, mentions=50, concepts=100, seed=0)
+    assert {m.text for m in seen.mentions} <= {train.pair(i)[0] for i in shown}
     pairs = set(pairs_of(train))
     assert (
         all((m.text, seen.concepts[c]) in pairs for m in seen.mentions for c in m.concepts) and len(seen.mentions) == 50
@@ -221,13 +226,57 @@ def test_own_dev_mentions_are_of_no_training_pair(tasks):
 
 
 def test_the_training_is_the_searchs_best_on_dev(profile):
-    record = pd.read_csv(kg_search.RECORD).dropna(subset="scale")
-    chosen = kg_systems.settings(profile).training
-    best = record.loc[record["R@1"].idxmax()]
-    assert (best["learning rate"], best["scale"], bool(best["false negatives masked"])) == (
-        chosen.learning_rate, chosen.scale, chosen.mask_false_negatives)  # fmt: skip
-    keys = {artifacts.digest(c) for c in kg_search.candidates(profile)}
-    assert keys == set(record["config"]), "the record is of other candidates; run python -m drehr_utils.kg_search"
+    record, sizes = pd.read_csv(kg_search.RECORD), kg_systems.settings(profile)
+    for task, chosen in ((kg_systems.COMB, sizes.training), (kg_systems.SUPERVISED, sizes.supervised)):
+        rows = record[record["task"] == task]
+        assert {artifacts.digest(c) for c in [None, *kg_search.candidates(profile, task)]} == set(rows["config"]), (
+            "the record is of other candidates; run python -m drehr_utils.kg_search"
+        )
+        best = rows.loc[rows.dropna(subset="scale")["R@1"].idxmax()]
+        assert (best["learning rate"], best["scale"], bool(best["false negatives masked"])) == (
+            chosen.learning_rate, chosen.scale, chosen.mask_false_negatives)  # fmt: skip
+
+
+def test_the_supervised_losss_dev_notes_are_training_notes(profile):
+    (chosen_by, dev), (task, tested) = kg_systems.supervised_dev(profile), kg_systems.supervised_task(profile)
+    notes, held_out = ({m.document for m in part.mentions} for part in (dev, tested["held-out notes"]))
+    assert notes and held_out and not notes & held_out
+    assert set(pairs_of(chosen_by)) < set(pairs_of(task))
+    whole = kg_systems.test_sets(profile)[0]
+    trained_on = {m.document for m in whole.mentions} - notes - held_out
+    assert {text for text, _ in pairs_of(chosen_by)} <= {m.text for m in whole.of_documents(trained_on).mentions}
+
+
+def test_gain_draws_centre_on_the_gain_and_pair_the_systems(profile, tasks):
+    test_sets = {t.name: t for t in kg_systems.test_sets(profile)[:1]}
+    systems = {"BM25": "BM25", "the same": "BM25", "start": "start"}
+    draws = kg_systems.gain_draws(profile, systems, test_sets, "start", 400)
+    rows = kg_systems.compare(profile, systems, test_sets, "start").set_index(["system", "group", "metric"])["ours"]
+    assert (draws["BM25"] == draws["the same"]).all(axis=None) and (draws["start"] == 0).all(axis=None)
+    for group, metric in draws["BM25"]:
+        gain = rows["BM25", group, metric] - rows["start", group, metric]
+        part = draws["BM25", group, metric]
+        assert abs(part.mean() - gain) < 4 * part.std() / 20 + 0.5 and part.std() > 0
+
+
+def test_release_files_take_the_place_of_hpo_and_mesh(tmp_path, monkeypatch, capsys):
+    for folder in ("snomed", "META"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(kg_systems, "KG_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DREHR_SNOMED", str(snomed_release(tmp_path / "snomed")))
+    monkeypatch.setenv("DREHR_UMLS", str(umls_release(tmp_path / "META")))
+    monkeypatch.setenv("DREHR_PUBLIC_DATA", str(tmp_path))
+    mimic = replace(load_profile("mimic"), seed=7)  # graphs() keeps a profile's: not another test's
+    assert list(kg_systems.graphs(mimic)) == ["SNOMED", "UMLS"] and "stands in" not in capsys.readouterr().out
+    whole = kg_systems.whole_tasks(mimic)
+    assert ("shortness of breath", "dyspnea (finding)") in pairs_of(whole["SNOMED Syn"])
+    assert ("dyspnea (finding)", "clinical finding (finding)") in pairs_of(whole["SNOMED Graph"])
+    assert ("type 2 diabetes", "niddm") in pairs_of(whole["UMLS Syn"])
+    assert ("niddm", "diabetes mellitus") in pairs_of(whole["UMLS Graph"])
+    assert kg_systems.paper_names(mimic)["UMLS Syn"] == "UMLS Syn"
+    monkeypatch.delenv("DREHR_UMLS")
+    assert list(kg_systems.graphs(replace(mimic, seed=8))) == ["SNOMED", "MeSH"]
+    assert "DREHR_UMLS is not set: MeSH" in capsys.readouterr().out
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
