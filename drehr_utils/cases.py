@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,24 @@ def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str,
     return pd.DataFrame(
         {
             system: (encoders.encode(model, queries) * encoders.encode(model, spans)).sum(axis=1)
+            for system, model in models.items()
+        },
+        index=cases.index,
+    )
+
+
+def span_percentiles(
+    cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer], others: Sequence[str]
+) -> pd.DataFrame:
+    """How many of `others`, relevant spans of any judgments, are less similar to a case's query than its own span, in
+    percent: what span_cosines can't say where training has moved all cosines up. A row a case, a column a model."""
+    own, queries = span_cosines(cases, benchmark, models), [benchmark.queries[q] for q in cases["query_id"]]
+    return pd.DataFrame(
+        {
+            system: 100
+            * (
+                encoders.encode(model, queries) @ encoders.encode(model, list(others)).T < own[[system]].to_numpy()
+            ).mean(axis=1)
             for system, model in models.items()
         },
         index=cases.index,

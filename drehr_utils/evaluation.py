@@ -192,18 +192,23 @@ def evaluate_system(
     return pd.concat(rows, ignore_index=True)
 
 
-def recall_by_depth(benchmark: Benchmark, scores: np.ndarray, depths: Iterable[int]) -> pd.Series:
-    """Multi-Patient recall at each depth, 0..100: the mean share of a query's relevant chunks among its first k."""
+def recall_by_depth(
+    benchmark: Benchmark, scores: np.ndarray, depths: Iterable[int], each: bool = False
+) -> pd.Series | pd.DataFrame:
+    """Multi-Patient recall at each depth, 0..100: the mean share of a query's relevant chunks among its first k.
+
+    `each`: not the mean but every query's, float [queries, depths]."""
     (matrix,), depths = _checked(benchmark, scores), np.array(list(depths))
     rows = [row for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
     ids = list(benchmark.queries)
     order = rank(matrix[rows], tie_keys([ids[row] for row in rows], benchmark.corpus))
     chunk_ids = np.array(list(benchmark.corpus), dtype=object)
-    recalls = np.zeros(len(depths))
-    for row, ranked in zip(rows, order, strict=True):
+    recalls = np.zeros((len(rows), len(depths)))
+    for at, (row, ranked) in enumerate(zip(rows, order, strict=True)):
         found = np.cumsum(np.isin(chunk_ids[ranked], list(benchmark.qrels[ids[row]])))
-        recalls += found[np.minimum(depths, len(found)) - 1] / len(benchmark.qrels[ids[row]])
-    return pd.Series(100 * recalls / len(rows), index=pd.Index(depths, name="depth"))
+        recalls[at] = found[np.minimum(depths, len(found)) - 1] / len(benchmark.qrels[ids[row]])
+    frame = pd.DataFrame(100 * recalls, [ids[row] for row in rows], pd.Index(depths, name="depth"))
+    return frame if each else frame.mean()
 
 
 @dataclass(frozen=True)

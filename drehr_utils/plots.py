@@ -55,17 +55,25 @@ def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
     fig.savefig(folder / f"{name}.png", dpi=300, metadata={"Software": None})
 
 
-def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5, xlabel: str | None = None) -> Figure:
+def dot_interval_plot(
+    long: pd.DataFrame,
+    by: str = "group",
+    columns: int = 5,
+    xlabel: str | None = None,
+    blocks: Mapping[str, str] | None = None,
+) -> Figure:
     """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
 
     `long` has evaluation.RESULT_COLUMNS with one row a system and panel: filter the metric and setting first (the
-    axis is named after them). `xlabel` names it for differences, which get a line at 0. Raises ValueError where two
-    rows share a place.
+    axis is named after them). `xlabel` names it for differences, which get a line at 0. `blocks` says which
+    systems belong together (system -> block's name): one colour a block, and a rule between two. Raises ValueError
+    where two rows share a place.
     """
     metrics = " / ".join(dict.fromkeys(long["metric"]))
     if long.duplicated(["system", by]).any():
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
+    names = list(dict.fromkeys(blocks[s] for s in systems)) if blocks is not None else []
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
@@ -75,7 +83,9 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5, x
     for ax, panel in zip(axes.flat, panels, strict=False):
         part = long[long[by] == panel].set_index("system").reindex(systems)
         for y, (_, row) in enumerate(part.iterrows()):
-            colour = PALETTE[y % len(PALETTE)]
+            colour = PALETTE[(y if blocks is None else names.index(blocks[systems[y]])) % len(PALETTE)]
+            if blocks is not None and y and blocks[systems[y]] != blocks[systems[y - 1]]:
+                ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
             ax.plot([row["low"], row["high"]], [y, y], color=colour)
             ax.plot(row["ours"], y, "o", color=colour, markersize=4)
             ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
@@ -88,7 +98,8 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5, x
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
-    shown = [plt.Line2D([], [], color="#333333", marker="o", markersize=4, label="ours, 95% interval")]
+    labels = {"ours, 95% interval": "#333333"} if blocks is None else dict(zip(names, PALETTE, strict=False))
+    shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
         shown.append(
             plt.Line2D(
@@ -102,7 +113,7 @@ def dot_interval_plot(long: pd.DataFrame, by: str = "group", columns: int = 5, x
                 label="paper",
             )
         )
-    fig.legend(handles=shown, loc="outside upper right", ncols=2)
+    fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
     return fig
 
 

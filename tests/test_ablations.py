@@ -10,7 +10,8 @@ import pytest
 import scipy.stats
 import torch
 
-from drehr_utils import ablations, artifacts, encoders, evaluation, losses, pipeline, tables, training
+from drehr_utils import ablations, artifacts, encoders, evaluation, losses, pipeline, search, tables, training
+from drehr_utils.cliniq import MATCH_TYPES
 from drehr_utils.corpus import Chunk
 from drehr_utils.positives import STAGE1_SOURCES, STAGE2_SOURCES, PositiveSets, as_question
 from drehr_utils.profiles import load_profile
@@ -190,7 +191,41 @@ def test_the_improved_recipe_meets_its_targets_by_match_type():
 def test_the_committed_records_are_of_todays_recipes(path):
     profile, record = load_profile("open"), pd.read_csv(path)
     recipes = ablations.recipe_changes(profile) if path == ablations.CHANGES else ablations.stage1_ablation(profile)
-    known = dict(zip(record["system"], record["recipe"], strict=True)) if path == ablations.CHANGES else {
-        name: key for name, key, seed in record[["system", "recipe", "seed"]].itertuples(index=False) if seed == 0
-    }  # fmt: skip
-    assert known == {name: artifacts.digest(recipe) for name, recipe in recipes.items()}
+    if path == ablations.CHANGES:
+        known = dict(zip(record["system"], record["recipe"], strict=True))
+        assert known == {name: artifacts.digest(recipe) for name, recipe in recipes.items()}
+        return
+    recipes |= {ablations.CONTROL: ablations.control(profile)}
+    of_seed = {seed: {n: ablations.with_seed(r, seed) for n, r in recipes.items()} for seed in range(3)}
+    wanted = {(seed, n, artifacts.digest(r)) for seed, rows in of_seed.items() for n, r in rows.items()}
+    cells = record.groupby(["seed", "system", "recipe"])["group"].agg(set)
+    assert set(cells.index) == wanted and all(groups == set(MATCH_TYPES) for groups in cells)
+
+
+def test_the_collapsed_loss_is_the_losss_own_at_equal_similarities():
+    for config in (StageConfig(positives_per_chunk=3, batch_size=4), StageConfig(positives_per_chunk=2, beta=20.0)):
+        own = torch.eye(config.batch_size, dtype=torch.bool).repeat_interleave(config.positives_per_chunk, dim=1)
+        values = [
+            losses.multi_similarity_loss(torch.full(own.shape, s, dtype=torch.float64), own, ~own, beta=config.beta)
+            for s in np.linspace(0, 0.7, 1401)
+        ]
+        assert ablations.collapsed_loss(config) == pytest.approx(min(values).item(), abs=1e-5)
+
+
+def test_the_improved_recipe_is_the_searchs_best_on_dev():
+    profile, record = load_profile("open"), pd.read_csv(search.RECORD)
+    chosen, improved = search.best(record), profile.improved
+    assert chosen["own_share"] == improved.own_share
+    assert chosen["recipe"] == artifacts.digest(replace(improved, own_share=1.0))
+    keys = {name: artifacts.digest(replace(r, own_share=1.0)) for name, r in search.candidates(profile).items()}
+    rows = record.dropna(subset="recipe")
+    assert all(keys[row.candidate] == row.recipe for row in rows.itertuples())
+
+
+def test_the_guard_leaves_out_what_forgets_and_what_was_not_asked():
+    rows = [
+        ("no training", 70.0, 70.0, 44.0, 87.0), ("forgets", 90.0, 90.0, 44.0, 85.9),
+        ("not asked", 91.0, 91.0, None, None), ("good", 80.0, 80.0, 43.0, 86.0), ("better", 79.0, 82.0, 43.0, 88.0),
+    ]  # fmt: skip
+    record = pd.DataFrame(rows, columns=["candidate", "single MAP", "multi R@100", *search.GUARD])
+    assert search.best(record)["candidate"] == "better"

@@ -63,7 +63,7 @@ def test_ncbi_disease_from_a_folder(tmp_path, capsys, monkeypatch):
         "cd",
     ]
     assert sorted(data.left_out.values()) == [1, 1, 2, 2] and data.left_out.total() + 2 == len(kinds)
-    assert "public domain" in capsys.readouterr().out
+    assert "Public domain" in capsys.readouterr().out
     (folder / "NCBItestset_corpus.txt.gz").unlink()
     assert load_ncbi_disease(graph(), "MeSH") is None
     printed = capsys.readouterr().out
