@@ -210,7 +210,7 @@ def run_seeds(profile: Profile, seeds: int) -> None:
             key = {"recipe": artifacts.digest(recipe), "seed": str(seed)}
 
             def make(name: str = name, recipe: Recipe = recipe) -> pd.DataFrame:
-                scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0])
+                scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], bf16=True)
                 return match_type_rows(name, bench, scores, None)[["system", "group", "metric", "ours"]]
 
             _record(path, key, make)
@@ -222,7 +222,7 @@ def run_changes(profile: Profile) -> None:
     bench, recipes = pipeline.benchmark(profile, "dev"), recipe_changes(profile)
 
     def scores(recipe: Recipe) -> np.ndarray:
-        return pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], "dev")
+        return pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], "dev", bf16=True)
 
     for name, recipe in recipes.items():
         key = {"recipe": artifacts.digest(recipe), "profile": profile.name}

@@ -1,7 +1,7 @@
 """The search for KG entity retrieval's hyper-parameters, on dev, and its committed record.
 
     python -m drehr_utils.kg_search             # trains and scores the candidates that the record lacks
-    python -m drehr_utils.kg_search --remake    # all of them again (ten minutes)
+    python -m drehr_utils.kg_search --remake    # all of them again (seven minutes)
 
 Two tasks are trained: the comb, scored on those of its dev mentions that are the mention of no training pair; and
 Figure 2's supervised task, on four fifths of its training notes, scored on the rest. No test mention is read.

@@ -345,20 +345,20 @@ def dense(
     )
 
 
-# --- notebooks 09 to 11 ------------------------------------------------------------------------------------------
+# --- notebooks 08 to 11 ------------------------------------------------------------------------------------------
 
 
-def model_scores(profile: Profile, folder: Path | None, split: str = "test") -> np.ndarray:
+def model_scores(profile: Profile, folder: Path | None, split: str = "test", bf16: bool = False) -> np.ndarray:
     """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks.
 
-    In bfloat16 where that is fast, since an ablation has many models: scores of notebook 08's systems may differ from
-    its own by a few hundredths of a point."""
+    bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some hundredths of a
+    point."""
     bench = benchmark(profile, split)
     name = folder.resolve().name if folder else f"{profile.encoder}, {profile.pooling}"
-    key = artifacts.digest(name, "bf16", encoders, bench.queries, bench.corpus)
+    key = artifacts.digest(name, "bf16" if bf16 else "fp32", encoders, bench.queries, bench.corpus)
 
     def make() -> np.ndarray:
-        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench, bf16=True)
+        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench, bf16=bf16)
 
     def save(scores: np.ndarray, path: Path) -> None:
         with open(path, "wb") as handle:

@@ -350,13 +350,14 @@ def result_rows(system: str, setting: str, values: pd.DataFrame, start: pd.DataF
 Encode = Callable[[Sequence[str]], np.ndarray]  # texts -> unit-length embeddings [texts, dim]
 
 
-def remembering(encoder: SentenceTransformer, bf16: bool = False) -> Encode:
-    """The encoder as a function that encodes a text once, however many tables ask for it; bf16: encoders.encode's."""
+def remembering(encoder: SentenceTransformer) -> Encode:
+    """The encoder as a function that encodes a text once, however many tables ask for it; bfloat16 where that is fast,
+    as in training."""
     known: dict[str, np.ndarray] = {}
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         if fresh := [text for text in dict.fromkeys(texts) if text not in known]:
-            known.update(zip(fresh, encoders.encode(encoder, fresh, batch_size=128, bf16=bf16), strict=True))
+            known.update(zip(fresh, encoders.encode(encoder, fresh, bf16=True), strict=True))
         return np.stack([known[text] for text in texts])
 
     return encode
