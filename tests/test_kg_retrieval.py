@@ -12,10 +12,9 @@ from test_snomed import release as snomed_release
 
 from drehr_utils import artifacts, kg_search, kg_systems, linking
 from drehr_utils.corpus import DataError, read_splits
-from drehr_utils.encoders import embed_buckets, encode
+from drehr_utils.encoders import encode
 from drehr_utils.kg import KnowledgeGraph
 from drehr_utils.kg_retrieval import (
-    PairCollator,
     PairConfig,
     log_probability,
     log_probability_as_printed,
@@ -328,11 +327,10 @@ def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
     for run in range(2):
         encoder = kg_systems.starting_encoder(profile)
         if not run:
-            batch = PairCollator(encoder)(
-                [(t, *task.pair(i)) for t, task in enumerate((SMALL, OTHER)) for i in range(len(task))]
-            )
-            with torch.no_grad():
-                sides = [embed_buckets(encoder, part["texts"]).chunk(2) for part in batch["parts"]]
+            sides = [
+                [torch.from_numpy(encode(encoder, [task.pair(i)[side] for i in range(len(task))])) for side in (0, 1)]
+                for task in (SMALL, OTHER)
+            ]
             expected = sum(torch.nn.functional.cross_entropy(20 * m @ c.T, torch.arange(len(m))) for m, c in sides)
         curves.append(train_pairs(encoder, [SMALL, OTHER], config, tmp_path / str(run), progress=False))
         embeddings.append(encode(encoder, ["knee pain"]))
