@@ -232,7 +232,7 @@ def run_changes(profile: Profile) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (a quarter of an hour each)"
+        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (twenty minutes each)"
     )
     parser.add_argument(
         "--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)"

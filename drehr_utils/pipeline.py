@@ -351,8 +351,8 @@ def dense(
 def model_scores(profile: Profile, folder: Path | None, split: str = "test", bf16: bool = False) -> np.ndarray:
     """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks.
 
-    bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some hundredths of a
-    point."""
+    bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some tenths of a point
+    at most."""
     bench = benchmark(profile, split)
     name = folder.resolve().name if folder else f"{profile.encoder}, {profile.pooling}"
     key = artifacts.digest(name, "bf16" if bf16 else "fp32", encoders, bench.queries, bench.corpus)
