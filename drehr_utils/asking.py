@@ -16,8 +16,9 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils import llm
-from drehr_utils.llm import AnswerKey, Server
+from drehr_utils.answer_files import AnswerKey, read_answers
 from drehr_utils.prompts import Request, prompt_sha256
+from drehr_utils.servers import Server
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def unanswered(requests: Iterable[Request], recorded: Sequence[Path] = (), store
     """Those of the requests that neither a recorded file nor the store answers: what a first attempt would send."""
     known: set[AnswerKey] = set()
     for path in [*recorded, *([store] if store is not None and Path(store).exists() else [])]:
-        known.update(llm.read_answers(Path(path)))
+        known.update(read_answers(Path(path)))
     return [r for r in requests if AnswerKey(*r.key, r.text_sha256, prompt_sha256(r.task)) not in known]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from drehr_utils import asking, corpus, curation, judging, llm
+from drehr_utils import asking, corpus, curation, judging, servers
 from drehr_utils.cliniq import QRELS_COLUMNS, Benchmark, Patient
 from drehr_utils.corpus import DataError, Note
 from drehr_utils.curation import CodedAdmissions, Curation
@@ -25,7 +25,7 @@ class Settings:
     """What of a profile's corpus becomes a benchmark, and which of its steps are recorded.
 
     `recorded` is a published benchmark's folder, whose curation and judgments are taken; None: made here, by rule
-    and by the language model of llm.server_from_env. `sample` notes are drawn at random (None: all of the split)."""
+    and by the language model of servers.server_from_env. `sample` notes are drawn at random (None: the whole split)."""
 
     split: str
     recorded: Path | None
@@ -138,7 +138,7 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     recorded = settings(profile).recorded
     if recorded is not None:
         return curation.read_curation(recorded / "query_curation.csv.gz")
-    server = llm.server_from_env()
+    server = servers.server_from_env()
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
@@ -160,7 +160,7 @@ def profile_judgments(
     """Each judge's labels, then the adjudicator's where there are two: recorded, or one language model's.
 
     And what there is to count: pairs by judge and label; of a model also requests, malformed lines, unjudged pairs.
-    Raises DataError where answers are missing and no server is set (llm.server_from_env)."""
+    Raises DataError where answers are missing and no server is set (servers.server_from_env)."""
     files = judge_files(profile)
     if files:
         third = files[0].with_name("adjudicated.tsv")
@@ -173,7 +173,7 @@ def profile_judgments(
     chosen = settings(profile).judging
     questions = judging.judgment_questions(draft, strings, chosen)
     judged = judging.judge(
-        draft, questions, server=llm.server_from_env(), store=judgment_store(profile), settings=chosen
+        draft, questions, server=servers.server_from_env(), store=judgment_store(profile), settings=chosen
     )
     return [judged.labels], judged.frame().set_index("what")
 

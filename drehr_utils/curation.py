@@ -21,8 +21,8 @@ import pandas as pd
 
 from drehr_utils.asking import AskReport, Parsed, ask_strictly, without_thinking
 from drehr_utils.corpus import DataError, find_table, iter_rows, read_table
-from drehr_utils.llm import Server
 from drehr_utils.prompts import PROMPTS, Request
+from drehr_utils.servers import Server
 
 KINDS = ("diagnosis", "procedure", "drug")
 CURATION_COLUMNS = ("kind", "code_or_order", "category", "query")

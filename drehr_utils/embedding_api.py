@@ -1,7 +1,7 @@
 """Embeddings from an OpenAI-compatible server (text-embedding-3-large and the like), kept on disk as they come.
 
 The same rule as for the language model: an address outside this machine and its private network is refused unless the
-user allows it in so many words (llm.Server), for notes under a data use agreement must not leave by accident.
+user allows it in so many words (servers.Server), for notes under a data use agreement must not leave by accident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import openai
 from tqdm import tqdm
 
 from drehr_utils.corpus import DataError
-from drehr_utils.llm import ALLOW_REMOTE, Server
+from drehr_utils.servers import ALLOW_REMOTE, Server
 
 BASE_URL = "DREHR_EMBED_BASE_URL"
 BATCH = 64  # texts a request: 64 chunks of 100 words are about 12k tokens

@@ -18,8 +18,9 @@ from ahocorasick_rs import AhoCorasick, MatchKind
 from drehr_utils.asking import AskReport, Parsed, ask_strictly, without_thinking
 from drehr_utils.cliniq import MATCH_TYPES, Benchmark
 from drehr_utils.corpus import DataError
-from drehr_utils.llm import Server, cost_estimate
+from drehr_utils.llm import cost_estimate
 from drehr_utils.prompts import PROMPTS, Request
+from drehr_utils.servers import Server
 
 NOT_RELEVANT = "not relevant"
 SEMANTIC_TYPES = tuple(kind for kind in MATCH_TYPES if kind != "string")

@@ -1,26 +1,18 @@
-"""A resumable client for a local LLM server, and its answers on disk (DR.EHR §3.1, §3.2).
+"""Asks a language model, resumably: answers that are on disk count, a server gives the rest (DR.EHR §3.1, §3.2).
 
 An answer belongs to a prompt and a chunk's text. It's looked for in the recorded files, then in the store of our own
 earlier answers; only what is missing is asked of an OpenAI-compatible server (vLLM, llama.cpp, Ollama)."""
 
 from __future__ import annotations
 
-import gzip
-import ipaddress
-import json
 import logging
-import os
-import re
-import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import anyio
 import openai
@@ -28,184 +20,12 @@ import pandas as pd
 from anyio.from_thread import start_blocking_portal
 from tqdm import tqdm
 
+from drehr_utils.answer_files import Answer, AnswerKey, append, open_store, read_answers
 from drehr_utils.corpus import DataError
 from drehr_utils.prompts import PAPER_PROMPT_SHA256, Key, Request, prompt_sha256
+from drehr_utils.servers import Server
 
-log = logging.getLogger(__name__)
-
-ALLOW_REMOTE = "yes-send-patient-text-off-this-machine"
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
-
-# --- answers on disk -------------------------------------------------------------------------------------------------
-
-
-class AnswerKey(NamedTuple):
-    task: str
-    entity_type: str | None
-    id: str
-    text_sha256: str
-    prompt_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    text: str
-    model: str | None = None  # None: recorded, the file doesn't say
-    finish_reason: str | None = None
-
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
-
-    @property
-    def whole_lines(self) -> str:
-        """The text without the line at which the token limit cut it: half a name is a wrong name."""
-        return self.text.rpartition("\n")[0] if self.truncated else self.text
-
-
-def _parse_line(raw: bytes) -> tuple[AnswerKey, Answer]:
-    """Raises ValueError with a reason that holds nothing of the line."""
-    try:
-        row = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except (ValueError, RecursionError):
-        raise ValueError("not JSON") from None
-    if not isinstance(row, dict):
-        raise ValueError("not an object")
-    for name in ("task", "id", "text_sha256", "answer"):
-        if not isinstance(row.get(name), str):
-            raise ValueError(f"field {name} is missing or not a string")
-    few = {}  # values that repeat over millions of lines are kept once
-    for name in ("task", "entity_type", "prompt_sha256", "model", "finish_reason"):
-        if not isinstance(value := row.get(name), str | None):
-            raise ValueError(f"field {name} is not a string")
-        few[name] = value if value is None else sys.intern(value)
-    prompt = few["prompt_sha256"] or PAPER_PROMPT_SHA256.get(few["task"], "")
-    key = AnswerKey(few["task"], few["entity_type"], row["id"], row["text_sha256"], prompt)
-    return key, Answer(row["answer"], few["model"], few["finish_reason"])
-
-
-def read_answers(path: Path, counts: Counter[str] | None = None) -> dict[AnswerKey, Answer]:
-    """Answers of a `.jsonl` or `.jsonl.gz` file. A line that can't be used (bad JSON, a field missing or of another
-    type, not UTF-8, cut short) is skipped, logged by number and added to `counts["malformed_lines"]`; of two different
-    answers to one question by one model the last wins and `counts["conflicting"]` grows.
-
-    Raises DataError when there is no such file."""
-    path, counts = Path(path), Counter() if counts is None else counts
-    if not path.is_file():
-        raise DataError(f"{path.name}: no such file in {path.parent.name}/; recorded answers are JSON lines")
-    answers: dict[AnswerKey, Answer] = {}
-    number = malformed = conflicting = 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                if not raw.strip():
-                    continue
-                try:
-                    key, answer = _parse_line(raw)
-                except ValueError as reason:
-                    malformed += 1
-                    if malformed <= 5:
-                        log.warning("%s, line %d: skipped, %s", path.name, number, reason)
-                    continue
-                earlier = answers.get(key)
-                conflicting += earlier is not None and earlier.model == answer.model and earlier.text != answer.text
-                answers[key] = answer
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        malformed += 1
-        log.warning("%s, after line %d: the gzip stream is damaged; the rest of the file is lost", path.name, number)
-    if malformed or conflicting:
-        log.warning("%s: %d malformed lines, %d conflicting answers", path.name, malformed, conflicting)
-    counts["malformed_lines"] += malformed
-    counts["conflicting"] += conflicting
-    return answers
-
-
-def _open_store(path: Path | None) -> AbstractContextManager[BinaryIO | None]:
-    if path is None:
-        return nullcontext()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = open(path, "ab+")
-    if handle.seek(0, os.SEEK_END):
-        handle.seek(-1, os.SEEK_END)
-        if handle.read(1) != b"\n":  # a killed run left half a line: end it, or it spoils the next
-            handle.write(b"\n")
-    return handle
-
-
-def _append(store: BinaryIO | None, request: Request, row: dict) -> None:
-    """One line, flushed, so that a kill costs at most the answer being written."""
-    if store is None:
-        return
-    kind = {"entity_type": request.entity_type} if request.entity_type else {}
-    row = {"task": request.task, **kind, "id": request.id, "text_sha256": request.text_sha256, **row}
-    store.write(json.dumps(row | {"prompt_sha256": prompt_sha256(request.task)}).encode("ascii") + b"\n")
-    store.flush()
-
-
-# --- the server ------------------------------------------------------------------------------------------------------
-
-# One pattern for all of the address, so that no two URL parsers can disagree about which host it names.
-_BASE_URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?(?:/[\w./~-]*)?", re.ASCII)
-_PRIVATE = [
-    ipaddress.ip_network(n) for n in "127.0.0.0/8 ::1/128 10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 fc00::/7".split()
-]
-
-
-def _is_private(host: str) -> bool:
-    name = host.lower().strip("[]").rstrip(".")
-    if name == "localhost" or name.endswith(".local"):
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return any(address in network for network in _PRIVATE)
-
-
-@dataclass(frozen=True)
-class Server:
-    """An OpenAI-compatible server; `timeout_s` in seconds, `max_tokens` of an answer.
-
-    Raises DataError for an address outside this machine and its private network unless `allow_remote`: notes under a
-    data use agreement must not leave by accident. Proxies and redirects are off for the same reason."""
-
-    base_url: str
-    model: str
-    api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY") or "none", repr=False)
-    concurrency: int = 16
-    max_retries: int = 5
-    timeout_s: float = 120
-    temperature: float = 0.0
-    max_tokens: int = 512
-    seed: int = 0
-    allow_remote: bool = False
-
-    def __post_init__(self) -> None:
-        match = _BASE_URL.fullmatch(self.base_url)
-        if not match:
-            raise DataError("llm: DREHR_LLM_BASE_URL is not a plain http(s) address such as http://localhost:8000/v1")
-        if not self.allow_remote and not _is_private(match["host"]):
-            raise DataError(
-                f"llm: the server's host, {match['host']}, is not this machine or a private address (localhost, 127/8, "
-                "10/8, 172.16/12, 192.168/16, *.local), so nothing was sent: note text would leave. If your data use "
-                f"agreement allows that, set DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}"
-            )
-        for name, least in {"concurrency": 1, "max_retries": 0, "max_tokens": 1}.items():
-            if getattr(self, name) < least:
-                raise DataError(f"llm: Server.{name} is {getattr(self, name)}; it must be at least {least}")
-        if not self.model:
-            raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")
-
-
-def server_from_env() -> Server | None:
-    """The server of DREHR_LLM_BASE_URL, DREHR_LLM_MODEL and OPENAI_API_KEY; None when no base URL is set."""
-    base_url = os.environ.get("DREHR_LLM_BASE_URL", "").strip()
-    if not base_url:
-        return None
-    allow = os.environ.get("DREHR_LLM_ALLOW_REMOTE") == ALLOW_REMOTE
-    return Server(base_url, os.environ.get("DREHR_LLM_MODEL", "").strip(), allow_remote=allow)
 
 
 @dataclass
@@ -406,7 +226,7 @@ async def _ask_all(
                 answers.completion_tokens += usage["completion_tokens"] or 0
                 if answer.text.strip():
                     row = {"answer": answer.text, "model": server.model, "finish_reason": answer.finish_reason}
-                    _append(store, request, row | usage)
+                    append(store, request, row | usage)
                     answers.asked += 1
                     answers.truncated += answer.truncated
                     answers.texts[request.key] = answer.whole_lines
@@ -430,7 +250,7 @@ async def _ask_all(
             raise gone(type(error).__name__) from None
         except (openai.OpenAIError, ValueError):
             pass  # it answers; not every server lists its models
-        with _open_store(path) as store:
+        with open_store(path) as store:
             try:
                 async with anyio.create_task_group() as workers:
                     for _ in range(server.concurrency):

@@ -29,6 +29,7 @@ from drehr_utils import (
     positives,
     prompts,
     retrieval,
+    servers,
     training,
     vocabularies,
 )
@@ -112,10 +113,10 @@ def requests(profile: Profile, task: str) -> list[prompts.Request]:
 
 
 def answers(profile: Profile, task: str, progress: bool = True) -> llm.Answers:
-    """Recorded and stored answers, and a server's for the rest where one is set (see llm.server_from_env)."""
+    """Recorded and stored answers, and a server's for the rest where one is set (see servers)."""
     return llm.answer_all(
         requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.jsonl",
-        server=llm.server_from_env(), progress=progress,
+        server=servers.server_from_env(), progress=progress,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from drehr_utils import agreement, cliniq_statistics, construction, curation, ju
 from drehr_utils.cliniq import load_benchmark, single_patient_tasks
 from drehr_utils.corpus import DataError, Note
 from drehr_utils.judging import JudgingSettings
-from drehr_utils.llm import Server
 from drehr_utils.profiles import load_profile
+from drehr_utils.servers import Server
 from drehr_utils.tables import paper_figures
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -10,7 +10,7 @@ from mimic3_miniature import TABLES, write_mimic3
 from drehr_utils import corpus, curation
 from drehr_utils.corpus import DataError
 from drehr_utils.curation import Code, clean_drug_by_rule, parse_drug_name, remove_coding_phrases
-from drehr_utils.llm import Server
+from drehr_utils.servers import Server
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 

@@ -16,8 +16,8 @@ from drehr_utils import embedding_api
 from drehr_utils.cliniq import Benchmark
 from drehr_utils.corpus import DataError
 from drehr_utils.embedding_api import EmbeddingStore, embed, server_from_env
-from drehr_utils.llm import ALLOW_REMOTE, Server
 from drehr_utils.retrievers import REGISTRY, retriever_scores
+from drehr_utils.servers import ALLOW_REMOTE, Server
 
 TEXTS = [f"secret note {i}" for i in range(10)]
 

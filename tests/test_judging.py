@@ -12,7 +12,7 @@ from drehr_utils import asking, judging
 from drehr_utils.cliniq import Benchmark, Patient, load_benchmark
 from drehr_utils.corpus import DataError
 from drehr_utils.judging import JudgingSettings, parse_judgments
-from drehr_utils.llm import Server
+from drehr_utils.servers import Server
 
 OPEN_CLINIQ = Path(__file__).resolve().parent.parent / "data/open_cliniq"
 UNASKED = "a term that was not asked for"

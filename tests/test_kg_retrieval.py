@@ -10,7 +10,7 @@ import torch
 from test_kg import umls_release
 from test_snomed import release as snomed_release
 
-from drehr_utils import artifacts, kg_search, kg_systems, linking
+from drehr_utils import artifacts, kg_report, kg_search, kg_systems, linking
 from drehr_utils.corpus import DataError, read_splits
 from drehr_utils.encoders import encode
 from drehr_utils.kg import KnowledgeGraph
@@ -208,7 +208,7 @@ def test_what_was_seen_is_of_training_pairs(tasks):
 
 
 def test_seen_concepts_are_none_in_the_second_scenario(profile):
-    shares = kg_systems.seen_concepts(profile)
+    shares = kg_report.seen_concepts(profile)
     for test_set in kg_systems.test_sets(profile):
         for name, share in shares[test_set.name].items():
             setting = linking.zero_shot_setting(kg_systems.graphs_of(profile, name), test_set)
@@ -249,8 +249,8 @@ def test_the_supervised_losss_dev_notes_are_training_notes(profile):
 def test_gain_draws_centre_on_the_gain_and_pair_the_systems(profile, tasks):
     test_sets = {t.name: t for t in kg_systems.test_sets(profile)[:1]}
     systems = {"BM25": "BM25", "the same": "BM25", "start": "start"}
-    draws = kg_systems.gain_draws(profile, systems, test_sets, "start", 400)
-    rows = kg_systems.compare(profile, systems, test_sets, "start").set_index(["system", "group", "metric"])["ours"]
+    draws = kg_report.gain_draws(profile, systems, test_sets, "start", 400)
+    rows = kg_report.compare(profile, systems, test_sets, "start").set_index(["system", "group", "metric"])["ours"]
     assert (draws["BM25"] == draws["the same"]).all(axis=None) and (draws["start"] == 0).all(axis=None)
     for group, metric in draws["BM25"]:
         gain = rows["BM25", group, metric] - rows["start", group, metric]
@@ -272,7 +272,7 @@ def test_release_files_take_the_place_of_hpo_and_mesh(tmp_path, monkeypatch, cap
     assert ("dyspnea (finding)", "clinical finding (finding)") in pairs_of(whole["SNOMED Graph"])
     assert ("type 2 diabetes", "niddm") in pairs_of(whole["UMLS Syn"])
     assert ("niddm", "diabetes mellitus") in pairs_of(whole["UMLS Graph"])
-    assert kg_systems.paper_names(mimic)["UMLS Syn"] == "UMLS Syn"
+    assert kg_report.paper_names(mimic)["UMLS Syn"] == "UMLS Syn"
     monkeypatch.delenv("DREHR_UMLS")
     assert list(kg_systems.graphs(replace(mimic, seed=8))) == ["SNOMED", "MeSH"]
     assert "DREHR_UMLS is not set: MeSH" in capsys.readouterr().out

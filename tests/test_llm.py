@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +21,12 @@ from pathlib import Path
 import pytest
 from llm_server import running
 
-from drehr_utils import llm, prompts
+from drehr_utils import llm, prompts, servers
+from drehr_utils.answer_files import read_answers
 from drehr_utils.corpus import DataError
-from drehr_utils.llm import Server, answer_all
+from drehr_utils.llm import answer_all
 from drehr_utils.prompts import Request, parse_abbreviations, parse_entities
+from drehr_utils.servers import Server
 
 RECORDED = Path(__file__).parent.parent / "data" / "llm_answers" / "train.jsonl.gz"
 
@@ -218,7 +221,7 @@ def test_recorded_answers_need_no_server(tmp_path):
 
 
 def test_the_recorded_file_answers_its_own_chunks():
-    answers = llm.read_answers(RECORDED)
+    answers = read_answers(RECORDED)
     assert len(answers) == 4 * 1652
     assert {key.prompt_sha256 for key in answers} == set(prompts.PAPER_PROMPT_SHA256.values())
 
@@ -289,11 +292,11 @@ def test_gzip_cut_short_keeps_what_can_be_read(tmp_path):
     data = gzip.compress("".join(line(r, "- x") + "\n" for r in requests).encode())
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(data[: len(data) // 2])
-    counts = llm.Counter()
-    assert 0 < len(llm.read_answers(path, counts)) < 2000
+    counts = Counter()
+    assert 0 < len(read_answers(path, counts)) < 2000
     assert counts["malformed_lines"] == 1
     path.write_bytes(b"no gzip at all")
-    assert llm.read_answers(path) == {}
+    assert read_answers(path) == {}
 
 
 def test_missing_recorded_file_and_gzipped_store_are_refused(tmp_path):
@@ -438,7 +441,7 @@ def test_resumes_after_the_server_died(tmp_path):
     with serving(lambda n, body: (200, completion(f"- {n}")) if n <= 30 else (503, {})) as server:
         with pytest.raises(DataError, match="HTTP 503.*30 answers of this run are in s.jsonl"):
             ask(requests, server, store)
-    kept = {key.id for key in llm.read_answers(store)}
+    kept = {key.id for key in read_answers(store)}
     assert len(kept) == 30
     with serving() as server:
         answers = ask(requests, server, store)
@@ -462,8 +465,8 @@ def test_interrupt_leaves_a_store_that_can_be_continued(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             ask(requests, server, store)
         hang.set()
-    counts = llm.Counter()
-    kept = len(llm.read_answers(store, counts))
+    counts = Counter()
+    kept = len(read_answers(store, counts))
     assert 20 <= kept <= 24 and counts["malformed_lines"] == 0
     with serving() as server:
         answers = ask(requests, server, store)
@@ -546,21 +549,21 @@ def test_private_addresses_are_accepted(url):
 def test_server_from_env(monkeypatch):
     for name in ("DREHR_LLM_BASE_URL", "DREHR_LLM_MODEL", "DREHR_LLM_ALLOW_REMOTE", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert llm.server_from_env() is None
+    assert servers.server_from_env() is None
     monkeypatch.setenv("DREHR_LLM_BASE_URL", "http://localhost:8000/v1")
     with pytest.raises(DataError, match="DREHR_LLM_MODEL"):
-        llm.server_from_env()
+        servers.server_from_env()
     monkeypatch.setenv("DREHR_LLM_MODEL", "llama")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
-    server = llm.server_from_env()
+    server = servers.server_from_env()
     assert (server.model, server.api_key, server.allow_remote) == ("llama", "sk-hidden", False)
     assert "sk-hidden" not in repr(server)
     monkeypatch.setenv("DREHR_LLM_BASE_URL", "https://api.example.com/v1")
     monkeypatch.setenv("DREHR_LLM_ALLOW_REMOTE", "1")
     with pytest.raises(DataError, match="yes-send-patient-text-off-this-machine"):
-        llm.server_from_env()
+        servers.server_from_env()
     monkeypatch.setenv("DREHR_LLM_ALLOW_REMOTE", "yes-send-patient-text-off-this-machine")
-    assert llm.server_from_env().allow_remote
+    assert servers.server_from_env().allow_remote
 
 
 def test_neither_redirects_nor_proxies_carry_notes_away(monkeypatch):
@@ -676,7 +679,7 @@ def test_parse_entities(answer, entities, malformed):
 def test_parsers_lose_nothing_of_the_recorded_answers():
     """The recorded file is clean, so reading it by its plain format is an independent oracle."""
     malformed = 0
-    for key, answer in llm.read_answers(RECORDED).items():
+    for key, answer in read_answers(RECORDED).items():
         if key.task == "abbreviation_reduction":
             parsed, bad = parse_abbreviations(answer.text)
             blocks = [] if answer.text == "NA" else [block.split("\n") for block in answer.text.split("\n\n")]
