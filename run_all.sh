@@ -10,13 +10,14 @@ Usage: ./run_all.sh [options]             run the notebooks in order, and show w
        ./run_all.sh test [pytest args]    run the tests
 
 Options:
-  --profile open|smoke|mimic   open (default): the open data, on a laptop, notebooks executed in place
+  --profile NAME               open (default): the open data, on a laptop, notebooks executed in place
                                smoke: a slice of it, in minutes; mimic: MIMIC and licensed vocabularies, on GPUs
-                               (smoke and mimic leave notebooks/ alone and write to data/cache/<profile>/notebooks/)
+                               (smoke and mimic leave notebooks/ alone and write to data/cache/<profile>/notebooks/);
+                               or the path of a .toml file: a profile of your own, see CONTRIBUTING.md
   --from NN                    start at notebook NN, for example --from 05
   --only NN[,NN...]            run these notebooks only, for example --only 08 or --only 08,09
   --fresh                      first delete data/cache/<profile>, except a language model's answers in its folder llm
-  --yes                        confirm --fresh under the profile mimic
+  --yes                        confirm --fresh under a protected profile
   -h, --help                   print this
 
 The environment is made on the first run and again when requirements.lock or pyproject.toml changes: the conda environment

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -16,31 +15,22 @@ import numpy as np
 import pandas as pd
 from sentence_transformers import SentenceTransformer
 
-from drehr_utils import (
-    artifacts,
-    cliniq,
-    corpus,
-    drift,
-    encoders,
-    kg,
-    llm,
-    losses,
-    normalization,
-    positives,
-    prompts,
-    retrieval,
-    servers,
-    training,
-    vocabularies,
-)
-from drehr_utils.corpus import Chunk, Note, ReadReport
-from drehr_utils.kg import KnowledgeGraph
-from drehr_utils.matching import EntityMatcher
-from drehr_utils.positives import AbbreviationCleaning, PositiveSets
+from drehr_utils import artifacts
+from drehr_utils.config import START as START
+from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.data import notes as notes_module
+from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
+from drehr_utils.data.notes import Chunk, Note, ReadReport
+from drehr_utils.knowledge import normalization, vocabularies
+from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
+from drehr_utils.knowledge.matching import EntityMatcher
+from drehr_utils.llm import client, prompts, servers
 from drehr_utils.profiles import ROOT, Profile
-from drehr_utils.training import Recipe, TrainingSet
+from drehr_utils.search.dense import dense_scores
+from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
+from drehr_utils.training.positives import AbbreviationCleaning, PositiveSets
+from drehr_utils.training.sampling import TrainingSet
 
-START = "MiniLM (start)"
 READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
@@ -60,8 +50,8 @@ def recipe_of(profile: Profile, system: str) -> Recipe:
 @cache
 def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
     """The notes, what reading them skipped, and each note's split; cut to the profile's number of training notes."""
-    read, report = corpus.read_notes(profile.notes)
-    splits = corpus.read_splits(profile.notes, read)
+    read, report = notes_module.read_notes(profile.notes)
+    splits = notes_module.read_splits(profile.notes, read)
     if profile.max_train_notes:
         train = [note.note_id for note in read if splits[note.note_id] == "train"]
         left_out = set(train[profile.max_train_notes :])
@@ -72,7 +62,7 @@ def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
 def chunks(profile: Profile, split: str = "train") -> list[Chunk]:
     """A split's chunks, in the notes' order."""
     read, _, splits = notes(profile)
-    return [chunk for note in read if splits[note.note_id] == split for chunk in corpus.chunk_note(note)]
+    return [chunk for note in read if splits[note.note_id] == split for chunk in notes_module.chunk_note(note)]
 
 
 # --- notebook 02 -------------------------------------------------------------------------------------------------
@@ -82,20 +72,15 @@ def chunks(profile: Profile, split: str = "train") -> list[Chunk]:
 def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
     if profile.bios is not None:
-        return kg.load_bios(profile.bios)
-    key = artifacts.digest(kg, vocabularies, profile.open_kg, _installed_versions())
-    return artifacts.cached(
-        ROOT / "data/cache/kg" / f"open_kg-{key}",
-        lambda: vocabularies.build_open_kg(profile.open_kg),
-        kg.save_bios,
-        kg.load_bios,
-    )
+        return load_bios(profile.bios)
+    return vocabularies.open_graph(ROOT / "data/cache/kg", profile.open_kg)
 
 
-def _installed_versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in vocabularies.VOCABULARY_PACKAGES}
+@cache
+def _graph_digest(profile: Profile) -> str:
+    """Of all that the graph is made of."""
+    source = profile.bios or vocabularies.made_of(profile.open_kg)
+    return artifacts.digest(knowledge_graph, source)
 
 
 @cache
@@ -112,58 +97,59 @@ def requests(profile: Profile, task: str) -> list[prompts.Request]:
     return [prompts.Request(task, chunk.id, chunk.text, kind) for chunk in chunks(profile) for kind in kinds]
 
 
-def answers(profile: Profile, task: str, progress: bool = True) -> llm.Answers:
+def answers(profile: Profile, task: str, progress: bool = True) -> client.Answers:
     """Recorded and stored answers, and a server's for the rest where one is set (see servers)."""
-    return llm.answer_all(
+    return client.answer_all(
         requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.jsonl",
         server=servers.server_from_env(), progress=progress,
     )  # fmt: skip
 
 
 def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
-    """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A)."""
-    texts, graph, counts = (
-        answers(profile, "abbreviation_reduction").texts,
-        knowledge_graph(profile),
-        AbbreviationCleaning(),
-    )
-    kept = {}
+    """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A).
+
+    A chunk whose request failed has no entry."""
+    texts, counts, kept = answers(profile, "abbreviation_reduction").texts, AbbreviationCleaning(), {}
     for chunk in chunks(profile):
-        pairs, malformed = prompts.parse_abbreviations(texts.get(("abbreviation_reduction", None, chunk.id), ""))
-        counts.malformed += malformed
-        kept[chunk.id] = positives.clean_abbreviations(pairs, chunk.text, graph, counts)
+        if (answer := texts.get(("abbreviation_reduction", None, chunk.id))) is not None:
+            pairs, malformed = prompts.parse_abbreviations(answer)
+            counts.malformed += malformed
+            kept[chunk.id] = positives.clean_abbreviations(pairs, chunk.text, knowledge_graph(profile), counts)
     return kept, counts
 
 
 def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
-    """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2)."""
+    """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2).
+
+    A chunk and type whose request failed has no entry: an unanswered prompt is not an empty answer."""
     texts = answers(profile, "entity_generation").texts
     entities, rows = {}, []
     for kind in prompts.ENTITY_TYPES:
-        malformed = empty = 0
-        for chunk in chunks(profile):
-            names, bad = prompts.parse_entities(texts.get(("entity_generation", kind, chunk.id), ""))
-            entities[chunk.id, kind] = names
-            malformed += bad
-            empty += not names
-        total = sum(len(names) for (_, k), names in entities.items() if k == kind)
-        rows.append((kind, len(chunks(profile)), total, empty, malformed))
+        parsed = {
+            chunk.id: prompts.parse_entities(texts[key])
+            for chunk in chunks(profile)
+            if (key := ("entity_generation", kind, chunk.id)) in texts
+        }
+        entities |= {(chunk_id, kind): names for chunk_id, (names, _) in parsed.items()}
+        found = [len(names) for names, _ in parsed.values()]
+        rows.append((kind, len(found), sum(found), found.count(0), sum(bad for _, bad in parsed.values())))
     return entities, pd.DataFrame(
         rows, columns=["entity type", "answers", "entities", "answers without any", "malformed lines"]
     )
 
 
-def stage1_sets(profile: Profile) -> PositiveSets:
-    """Stage I's positive sets of the training chunks.
+def _sets_digest(profile: Profile, stage: str) -> str:
+    """Of all that a stage's positive sets are made of: an answer that comes later makes them anew."""
+    task = {"stage1": "abbreviation_reduction", "stage2": "entity_generation"}[stage]
+    texts = {"|".join(map(str, key)): text for key, text in answers(profile, task, progress=False).texts.items()}
+    code, graph = (stage1_sets, _graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
+    return artifacts.digest(code, graph, profile.notes, profile.max_train_notes, profile.seed, texts)
 
-    matching.py is no part of the key: its rules are fixed, and a test holds it to a plain reference, so a faster one
-    makes nothing anew."""
-    key = artifacts.digest(
-        positives, kg, vocabularies, prompts, corpus, profile.notes, profile.max_train_notes, profile.open_kg,
-        str(profile.bios), profile.seed, list(profile.recorded_answers),
-    )  # fmt: skip
-    return artifacts.cached(
-        profile.cache / f"positives/stage1-{key}.npz",
+
+def stage1_sets(profile: Profile) -> PositiveSets:
+    """Stage I's positive sets of the training chunks."""
+    return artifacts.cached_file(
+        profile.cache / f"positives/stage1-{_sets_digest(profile, 'stage1')}.npz",
         lambda: positives.stage1_positives(
             chunks(profile), knowledge_graph(profile), matcher(profile), abbreviations(profile)[0], profile.seed
         ),
@@ -173,19 +159,17 @@ def stage1_sets(profile: Profile) -> PositiveSets:
 
 
 def stage2_sets(profile: Profile) -> PositiveSets:
-    """Stage II's positive sets of the training chunks."""
-    key = artifacts.digest(
-        positives, prompts, corpus, profile.notes, profile.max_train_notes, list(profile.recorded_answers)
-    )  # fmt: skip
-    return artifacts.cached(
-        profile.cache / f"positives/stage2-{key}.npz",
-        lambda: positives.stage2_positives(chunks(profile), generated_entities(profile)[0]),
+    """Stage II's positive sets of the training chunks. Raises DataError when more of the language model's answers are
+    missing than `profile.unanswered` allows; else chunks that lack one have no positives, and aren't trained on."""
+    return artifacts.cached_file(
+        profile.cache / f"positives/stage2-{_sets_digest(profile, 'stage2')}.npz",
+        lambda: positives.stage2_positives(chunks(profile), generated_entities(profile)[0], profile.unanswered),
         PositiveSets.save,
         PositiveSets.load,
     )
 
 
-def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
+def graph_view(profile: Profile, concepts: bool) -> sampling.GraphView:
     """What training asks of the graph; `concepts`: also the names of those that may join a batch as anchors."""
     graph, find = knowledge_graph(profile), matcher(profile).find
 
@@ -212,7 +196,7 @@ def graph_view(profile: Profile, concepts: bool) -> training.GraphView:
         siblings = {other for cui in ids for parent in graph.hypernyms(cui) for other in graph.hyponyms(parent)}
         return tuple(sorted({graph.cui2pt[cui] for cui in (below | siblings) - ids - broader(ids)}))
 
-    return training.GraphView(
+    return sampling.GraphView(
         confusable=confusable,
         spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
         concepts_in=concepts_in,
@@ -238,6 +222,11 @@ def starting_encoder(profile: Profile) -> SentenceTransformer:
     return encoders.load_encoder(profile.encoder, profile.pooling)
 
 
+def _start_digest(profile: Profile) -> str:
+    """Of the starting encoder: a folder's content, a package's version, a hub's name."""
+    return artifacts.digest(encoders.identity(profile.encoder), profile.pooling)
+
+
 def reading_names(profile: Profile) -> SentenceTransformer:
     """The starting encoder, untrained, with a tokenizer that reads the graph's opaque names (normalization)."""
     encoder = starting_encoder(profile)
@@ -249,30 +238,27 @@ def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
     return reading_names(profile) if recipe.read_names else starting_encoder(profile)
 
 
-def _train(
-    profile: Profile, stage: str, config: training.StageConfig, start: Path | SentenceTransformer, key: str
-) -> Path:
+def _train(profile: Profile, stage: str, config: StageConfig, start: Path | SentenceTransformer, folder: Path) -> Path:
     """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
-    folder = profile.cache / "models" / f"{stage}-{key}"
-    if folder.exists():
-        return folder
-    encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
-    if profile.lora:
-        encoders.add_lora(encoder)
-    sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
-    view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
-    others = drift.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
-    data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
     work = profile.cache / "checkpoints" / folder.name
-    reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
-    curve = training.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
-    partial = folder.with_name(f"partial-{folder.name}")
-    encoders.save_encoder(encoder, partial)
-    curve.to_csv(partial / "loss.csv", index=False)
-    made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
-    (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
-    os.replace(partial, folder)
-    shutil.rmtree(work, ignore_errors=True)
+
+    def make(partial: Path) -> None:
+        encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
+        if profile.lora:
+            encoders.add_lora(encoder)
+        sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
+        view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
+        others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
+        data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
+        reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
+        curve = trainer.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
+        encoders.save_encoder(encoder, partial)
+        curve.to_csv(partial / "loss.csv", index=False)
+        made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
+        (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
+
+    artifacts.cached_folder(folder, make)
+    artifacts.remove(work)
     return folder
 
 
@@ -280,30 +266,29 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage.
 
     Stages that two recipes share are trained once."""
-    graph = (kg, vocabularies, profile.open_kg, str(profile.bios))
-    modules = (training, losses, encoders, positives, corpus, prompts)
-    key = artifacts.digest(*modules, profile.notes, profile.max_train_notes, list(profile.recorded_answers),
-                           profile.encoder, profile.pooling, profile.lora, profile.seed,
-                           *([normalization, *graph] if recipe.read_names else []))  # fmt: skip
+    models = profile.cache / "models"
+    key = artifacts.digest(train_recipe, _start_digest(profile), profile.lora, profile.seed)
+    if recipe.read_names:
+        key = artifacts.digest(key, "names read", _graph_digest(profile))
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            used = graph if stage == "stage1" or config.uses_graph else ()
-            key = artifacts.digest(key, stage, config, *used, *([drift] if config.keep else []))
-            folder = _train(profile, stage, config, folder or _untrained(profile, recipe), key)
+            graph = _graph_digest(profile) if config.uses_graph else None
+            key = artifacts.digest(key, stage, config, _sets_digest(profile, stage), graph)
+            folder = _train(profile, stage, config, folder or _untrained(profile, recipe), models / f"{stage}-{key}")
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if folder is None:
-        folder = profile.cache / "models" / f"untrained-{key}"
-        if not folder.exists():
-            encoders.save_encoder(_untrained(profile, recipe), folder)
+        folder = artifacts.cached_folder(
+            models / f"untrained-{key}", lambda partial: encoders.save_encoder(_untrained(profile, recipe), partial)
+        )
     if recipe.own_share < 1:
-        averaged = folder.with_name(f"averaged-{artifacts.digest(key, recipe.own_share)}")
-        if not averaged.exists():
-            mixed = encoders.average_weights(encoders.load_encoder(folder), starting_encoder(profile), recipe.own_share)
-            partial = averaged.with_name(f"partial-{averaged.name}")
-            encoders.save_encoder(mixed, partial)
-            os.replace(partial, averaged)
-        folder = averaged
+        trained = folder
+
+        def average(partial: Path) -> None:
+            own, start = encoders.load_encoder(trained), starting_encoder(profile)
+            encoders.save_encoder(encoders.average_weights(own, start, recipe.own_share), partial)
+
+        folder = artifacts.cached_folder(models / f"averaged-{artifacts.digest(key, recipe.own_share)}", average)
     return folder, curves
 
 
@@ -328,22 +313,18 @@ def _link(name: Path, folder: Path) -> None:
 # --- notebook 08 -------------------------------------------------------------------------------------------------
 
 
-def benchmark(profile: Profile, split: str) -> cliniq.Benchmark:
+def benchmark(profile: Profile, split: str) -> Benchmark:
     """The benchmark's split, cut to the profile's number of patients."""
-    loaded = cliniq.load_benchmark(profile.benchmark, split)
-    return cliniq.subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
+    loaded = load_benchmark(profile.benchmark, split)
+    return subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
 
 
-def dense(
-    encoder: SentenceTransformer, bench: cliniq.Benchmark, progress: bool = False, bf16: bool = False
-) -> np.ndarray:
+def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False, bf16: bool = False) -> np.ndarray:
     """The encoder's score matrix, float32 [queries, chunks], cosine similarities; bf16: see encoders.encode."""
     texts = list(bench.queries.values()), list(bench.corpus.values())
     # Small batches stay in a CPU's cache: a fifth faster there for chunks than the default of 64.
     batch = {"batch_size": 16} if encoder.device.type == "cpu" else {}
-    return retrieval.dense_scores(
-        *(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts)
-    )
+    return dense_scores(*(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts))
 
 
 # --- notebooks 08 to 11 ------------------------------------------------------------------------------------------
@@ -355,14 +336,10 @@ def model_scores(profile: Profile, folder: Path | None, split: str = "test", bf1
     bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some tenths of a point
     at most."""
     bench = benchmark(profile, split)
-    name = folder.resolve().name if folder else f"{profile.encoder}, {profile.pooling}"
-    key = artifacts.digest(name, "bf16" if bf16 else "fp32", encoders, bench.queries, bench.corpus)
+    model = folder.resolve() if folder else _start_digest(profile)
+    key = artifacts.digest(dense, model, bf16, bench.queries, bench.corpus)
 
     def make() -> np.ndarray:
         return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench, bf16=bf16)
 
-    def save(scores: np.ndarray, path: Path) -> None:
-        with open(path, "wb") as handle:
-            np.save(handle, scores)
-
-    return artifacts.cached(profile.cache / f"scores/{key}.npy", make, save, np.load)
+    return artifacts.cached_file(profile.cache / f"scores/{key}.npy", make)

@@ -1,30 +1,51 @@
 """Profiles: every path, size and hyper-parameter of a run in one frozen dataclass.
 
 `open` is the default; `smoke` is a slice of it for tests; `mimic` is the paper's scale, its data placed by environment
-variables. A notebook asks for a profile by name and never tests which one it got.
+variables. One of your own is a TOML file that names a `base` and what differs from it: `load_profile("mine.toml")`, or
+DREHR_PROFILE. A notebook asks for a profile by name and never tests which one it got.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
-from drehr_utils.corpus import DataError
-from drehr_utils.encoders import MINILM
-from drehr_utils.training import Recipe, StageConfig
+from drehr_utils.config import (
+    MINILM,
+    START,
+    CaprSizes,
+    CaprSystem,
+    CliniqSizes,
+    KgSizes,
+    PairConfig,
+    RadiologySizes,
+    Recipe,
+    StageConfig,
+    TripletConfig,
+)
+from drehr_utils.errors import DataError
+from drehr_utils.files import project_root
 
-ROOT = Path(os.environ.get("DREHR_ROOT") or Path(__file__).resolve().parents[1])
+ROOT = project_root()
 
 
 @dataclass(frozen=True)
 class Profile:
     name: str
+    in_place: bool = False  # results are committed: notebooks in place, records in data/; else all of it to `cache`
+    protected: bool = False  # text under a data use agreement: no message quotes it, DREHR_* variables place the data
+    offline: bool = True  # models come from packages and folders, no hub is asked
     notes: Path = ROOT / "data/open_notes"  # MIMIC-IV-Note's or MIMIC-III's tables
     benchmark: Path = ROOT / "data/open_cliniq"  # BEIR layout, folders dev/ and test/
     open_kg: Path = ROOT / "data/open_kg/concepts.tsv.gz"
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
     recorded_answers: tuple[Path, ...] = (ROOT / "data/llm_answers/train.jsonl.gz",)
+    unanswered: float = 0.0  # share of a language model's answers that may be missing; its chunks are then left out
     encoder: str = MINILM
     pooling: str | None = None  # None: as the starting weights were trained
     max_train_notes: int | None = None
@@ -37,20 +58,34 @@ class Profile:
     seed: int = 0
     lora: bool = False  # train low-rank adapters only (DR.EHR-large)
     save_steps: int = 25
-    figures: Path = ROOT / "figures"
+    cliniq: CliniqSizes = CliniqSizes()
+    kg: KgSizes = KgSizes()
+    capr: CaprSizes = CaprSizes()
+    radiology: RadiologySizes = RadiologySizes()
 
     @property
     def cache(self) -> Path:
+        """Git-ignored: text under a data use agreement may be in it."""
         return ROOT / "data/cache" / self.name
+
+    @property
+    def figures(self) -> Path:
+        return ROOT / "figures" if self.in_place else self.cache / "figures"
+
+    @property
+    def tables(self) -> Path:
+        return self.figures / "tables"
 
     def without_stage1(self) -> Recipe:
         """The published recipe without knowledge injection (DR.EHR §5.3): stage II alone, otherwise the same."""
         return replace(self.published, stage1=None)
 
 
-# What the open profile's 30 minutes of training on two cores allow. Table 3 of the paper, for DR.EHR-small: 128 and 16
-# positives a chunk, batches of 32, 3 and 1 epochs of 5.8M chunks; here 1,651 chunks, so epochs are counted in steps.
-_IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook 05
+# --- open: what an hour on two cores allows --------------------------------------------------------------------------
+
+# Table 3 of the paper, for DR.EHR-small: 128 and 16 positives a chunk, batches of 32, 3 and 1 epochs of 5.8M chunks;
+# here 1,651 chunks, so epochs are counted in steps.
+_IMPROVED_STAGE2 = StageConfig(  # the best on dev: papers.drehr.recipe_search, notebook 05
     positives_per_chunk=16,
     batch_size=32,
     epochs=2,
@@ -65,21 +100,64 @@ _IMPROVED_STAGE2 = StageConfig(  # the best on dev: drehr_utils.search, notebook
     kept_per_chunk=2,
     beta=20.0,
 )
+
+# Learning rate and scale: papers.kg.rate_search, on dev. The supervised rate is from it too, on some training notes.
+_PAIRS = PairConfig(batch_size=64, max_steps=40, learning_rate=1e-4, warmup_ratio=0.1)
+
+# The Cross-encoder reads each pair of a batch, so a batch of 32 would cost it 1,024 passages; it gets lists of 8. CDV
+# reads whole documents, so its batches are of few notes: 2 passages of each, and 4 where the sentence encoder trains.
+_LISTS = StageConfig(batch_size=32, epochs=50, max_steps=30, learning_rate=2e-4)
+_CAPR = CaprSizes(
+    systems=(
+        CaprSystem(START, "start"),
+        CaprSystem("CDV", "cdv", replace(_LISTS, max_steps=100, learning_rate=1e-3, chunks_per_note=2)),
+        CaprSystem(
+            "CDV-finetune",
+            "cdv-finetune",
+            replace(_LISTS, max_steps=10, learning_rate=1e-4, chunks_per_note=4),
+            after="CDV",
+        ),
+        CaprSystem("CAPR-Bi-shared", "bi-shared", _LISTS),
+        CaprSystem("CAPR-Bi", "bi", _LISTS),
+        CaprSystem("CAPR-Poly", "poly", _LISTS),
+        CaprSystem("CAPR-Cross", "cross", replace(_LISTS, batch_size=8, max_steps=40)),
+    )
+)
+
+
+def _radiology(paper: TripletConfig, mlm: TripletConfig, rates: tuple[float, ...], **sizes: Any) -> RadiologySizes:
+    """Table 1's rows from one configuration; Tables 2 to 4 train on twice the entries, so for twice the steps."""
+    rows = [replace(paper, hard=False, mega_batch=32), replace(paper, mega_batch=32)]
+    rows += [replace(paper, mega_batch=size) for size in (64, 128, 256, 512)]
+    best = replace(paper, mega_batch=128, max_steps=paper.max_steps and 2 * paper.max_steps)
+    return RadiologySizes(best, rates, tuple(rows), (rows[0], rows[1], rows[3]), mlm, **sizes)
+
+
+_MLM = TripletConfig(learning_rate=5e-5, epochs=5)
 _OPEN = Profile(
     name="open",
+    in_place=True,
     published=Recipe(
         stage1=StageConfig(positives_per_chunk=32, batch_size=32, epochs=1),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
     improved=Recipe(stage2=_IMPROVED_STAGE2, read_names=True),
     ablation_share=0.25,
+    kg=KgSizes(_PAIRS, replace(_PAIRS, learning_rate=3e-4), max_concepts=2000),
+    capr=_CAPR,
+    radiology=_radiology(TripletConfig(max_steps=18), replace(_MLM, max_steps=60), (5e-5, 1e-4, 2e-4), iu_reports=500),
 )
 
+# --- smoke: a slice of it --------------------------------------------------------------------------------------------
+
 _TINY = dict(batch_size=8, max_steps=2)
+_TINY_RADIOLOGY = _radiology(
+    TripletConfig(max_steps=1), replace(_MLM, max_steps=1), (5e-5, 1e-4), reports=12, iu_reports=12, coded_minimum=1
+)
 _SMOKE = replace(
     _OPEN,
     name="smoke",
-    figures=ROOT / "data/cache/smoke/figures",
+    in_place=False,
     max_train_notes=8,
     max_eval_patients=4,
     published=Recipe(stage1=replace(_OPEN.published.stage1, **_TINY), stage2=replace(_OPEN.published.stage2, **_TINY)),
@@ -87,13 +165,47 @@ _SMOKE = replace(
     ablation_share=1.0,
     bootstrap_samples=100,
     randomizations=200,
+    kg=KgSizes(
+        replace(_PAIRS, **_TINY),
+        replace(_PAIRS, **_TINY),
+        max_pairs=400,
+        max_mentions=40,
+        max_concepts=200,
+        own_mentions=20,
+        own_concepts=50,
+        seen_mentions=20,
+        seen_concepts=50,
+    ),
+    capr=replace(
+        _CAPR,
+        systems=tuple(
+            replace(s, config=s.config and replace(s.config, batch_size=4, max_steps=2)) for s in _CAPR.systems
+        ),
+        passage_words=30,
+        passage_tokens=48,
+        n_candidates=8,
+        test_queries=12,
+        test_passages=40,
+        medquad_queries=6,
+        costly_queries=4,
+        latency_passages=(4, 16),
+        latency_limit=16,
+        passage_rows=24,
+    ),
+    radiology=replace(_TINY_RADIOLOGY, table1=_TINY_RADIOLOGY.table1[:2], table1_iu=_TINY_RADIOLOGY.table1_iu[1:2]),
 )
 
+# --- mimic: the papers' scale ----------------------------------------------------------------------------------------
+
+_CAPR_PAPER = StageConfig(batch_size=32, epochs=50, learning_rate=2e-5, dropout=None)
+_LONGFORMER = "allenai/longformer-base-4096"
 _MIMIC = Profile(
     name="mimic",
-    figures=ROOT / "data/cache/mimic/figures",  # git-ignored: a figure may show text under a data use agreement
+    protected=True,
+    offline=False,
     notes=ROOT / "data/mimic-iv-note",
     recorded_answers=(),
+    unanswered=0.01,
     encoder="BAAI/bge-base-en-v1.5",
     pooling="cls",
     published=Recipe(
@@ -102,30 +214,145 @@ _MIMIC = Profile(
     ),
     improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), read_names=True),
     save_steps=1000,
+    cliniq=CliniqSizes(
+        split="all",
+        sample=1000,
+        recorded=False,
+        retrievers=(
+            "bge-base-en-v1.5",
+            "gte-Qwen2-1.5B-Instruct",
+            "gte-Qwen2-7B-Instruct",
+            "NV-Embed-v2",
+            "MedCPT",
+            "BMRetriever-410M",
+            "BMRetriever-2B",
+            "BMRetriever-7B",
+            "text-embedding-3-large",
+        ),
+    ),
+    kg=KgSizes(
+        PairConfig(max_steps=100_000),
+        encoder="bert-base-uncased",
+        pooling="mean",
+        baselines=(("Clinical BERT", "emilyalsentzer/Bio_ClinicalBERT"),),
+        own_mentions=5000,
+        own_concepts=50_000,
+    ),
+    capr=replace(
+        _CAPR,
+        systems=(
+            CaprSystem(START, "start"),
+            CaprSystem("CDV", "cdv", replace(_CAPR_PAPER, learning_rate=1e-3, chunks_per_note=4)),
+            CaprSystem("CDV-finetune", "cdv-finetune", replace(_CAPR_PAPER, epochs=5, chunks_per_note=4), after="CDV"),
+            CaprSystem("CAPR-Bi-shared", "bi-shared", _CAPR_PAPER),
+            CaprSystem("CAPR-Bi", "bi", _CAPR_PAPER),
+            CaprSystem("CAPR-Poly", "poly", _CAPR_PAPER),
+            CaprSystem("CAPR-Cross", "cross", replace(_CAPR_PAPER, batch_size=8)),
+            CaprSystem("CAPR-Longformer-Bi", "longformer-bi", _CAPR_PAPER, encoder=_LONGFORMER),
+            CaprSystem("CAPR-Longformer-Poly", "longformer-poly", _CAPR_PAPER, encoder=_LONGFORMER),
+        ),
+        passage_words=None,
+        passage_tokens=512,
+        test_queries=5000,
+        test_passages=None,
+        medquad_queries=3293,
+        costly_queries=3293,
+        latency_passages=(16, 64, 256, 1024, 2048),
+        latency_limit=2048,
+    ),
+    radiology=_radiology(TripletConfig(), _MLM, (TripletConfig().learning_rate,)),
 )
 
 PROFILES = {p.name: p for p in (_OPEN, _SMOKE, _MIMIC)}
+# Where a protected profile's data and models are.
+VARIABLES = {
+    "DREHR_NOTES": "notes",
+    "DREHR_BENCHMARK": "benchmark",
+    "DREHR_BIOS": "bios",
+    "DREHR_ENCODER": "encoder",
+    "DREHR_POOLING": "pooling",
+    "DREHR_LORA": "lora",
+    "DREHR_SNOMED": "kg.snomed",
+    "DREHR_UMLS": "kg.umls",
+    "DREHR_KG_ENCODER": "kg.encoder",
+}
 
 
-def load_profile(name: str | None = None) -> Profile:
-    """The profile by name (default: the variable DREHR_PROFILE, else `open`).
+def load_profile(name: str | Path | None = None) -> Profile:
+    """The profile by name, or of a TOML file (default: the variable DREHR_PROFILE, else `open`).
 
-    Under `mimic`, paths and the model come from DREHR_NOTES, DREHR_BENCHMARK, DREHR_BIOS, DREHR_ENCODER,
-    DREHR_POOLING and DREHR_LORA (1: low-rank adapters, for a decoder) where they are set.
-    Raises DataError for an unknown name."""
-    name = name or os.environ.get("DREHR_PROFILE") or "open"
-    if name not in PROFILES:
-        raise DataError(f"profile {name!r}: there is none; use {', '.join(PROFILES)}")
-    profile = PROFILES[name]
-    if name != "mimic":
+    The file's keys are Profile's fields, tables its nested ones ([published.stage1], [kg.training]), "none" is None,
+    a path is relative to the file; `base` is the profile that it changes (default: open). Its results go to
+    data/cache/<name>, and it counts as protected unless it says otherwise or keeps the base's notes. A protected
+    profile takes the paths and models of VARIABLES. Raises DataError (file, field) for what isn't there."""
+    name = str(name or os.environ.get("DREHR_PROFILE") or "open")
+    profile = _from_toml(Path(name)) if name.endswith(".toml") else PROFILES.get(name)
+    if profile is None:
+        raise DataError(f"profile {name!r}: there is none; use {', '.join(PROFILES)}, or the path of a .toml file")
+    if not profile.protected:
         return profile
-    given = {
-        "notes": ("DREHR_NOTES", Path),
-        "benchmark": ("DREHR_BENCHMARK", Path),
-        "bios": ("DREHR_BIOS", Path),
-        "encoder": ("DREHR_ENCODER", str),
-        "pooling": ("DREHR_POOLING", str),
-        "lora": ("DREHR_LORA", lambda value: value == "1"),
-    }
-    changes = {f: make(os.environ[variable]) for f, (variable, make) in given.items() if os.environ.get(variable)}
-    return replace(profile, **changes)
+    for variable, place in VARIABLES.items():
+        if given := os.environ.get(variable):
+            *tables, key = place.split(".")
+            change: Any = {key: given == "1" if key == "lora" else given}
+            for table in tables:
+                change = {table: change}
+            profile = _changed(profile, change, f"variable {variable}", Path())
+    return profile
+
+
+def _from_toml(path: Path) -> Profile:
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path.name}: no such profile file in {path.parent.name or 'this folder'}/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path.name}: not TOML ({error})") from None
+    base = given.pop("base", "open")
+    if base not in PROFILES:
+        raise DataError(f"{path.name}, field base: {base!r} is none of {', '.join(PROFILES)}")
+    own = {"name": path.stem, "protected": PROFILES[base].protected or "notes" in given, "in_place": False} | given
+    if own["name"] in PROFILES or not re.fullmatch(r"[\w.-]+", str(own["name"])) or own["in_place"]:
+        raise DataError(
+            f"{path.name}, field {'in_place' if own['in_place'] else 'name'}: a profile of one's own needs a name of "
+            "letters, digits and -, not one of ours, and leaves the committed results alone"
+        )
+    return _changed(PROFILES[base], own, path.name, path.absolute().parent)
+
+
+def _changed(owner: Any, given: Mapping[str, Any], where: str, folder: Path, at: str = "") -> Any:
+    """`owner`, a dataclass, with `given` in its fields. Raises DataError for a key or type that doesn't fit."""
+    hints = get_type_hints(type(owner))
+    changes = {}
+    for key, value in given.items():
+        if key not in hints:
+            known = ", ".join(f.name for f in fields(owner))
+            raise DataError(f"{where}, field {at}{key}: no such field; there are {known}")
+        changes[key] = _typed(
+            value, hints[key], getattr(owner, key), f"{where}, field {at}{key}", folder, where, at + key
+        )
+    return replace(owner, **changes)
+
+
+def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str, at: str) -> Any:
+    options = [t for t in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if t is not type(None)]
+    kind = options[0]
+    if value == "none" and type(None) in get_args(hint):
+        return None
+    if is_dataclass(kind):
+        if isinstance(value, Mapping):
+            return _changed(old if old is not None else kind(), value, where, folder, f"{at}.")
+    elif get_origin(kind) is tuple:
+        if isinstance(value, list):
+            parts = get_args(kind)
+            types = [parts[0]] * len(value) if parts[-1] is ... else parts
+            return tuple(_typed(v, t, None, place, folder, where, at) for v, t in zip(value, types, strict=False))
+    elif kind is Path:
+        if isinstance(value, str):
+            return folder / Path(value).expanduser()
+    elif kind is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif type(value) is kind:
+        return value
+    raise DataError(f"{place}: {value!r} is not {getattr(kind, '__name__', kind)}")

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROFILES = ("open", "smoke", "mimic")
+from drehr_utils import artifacts
+from drehr_utils.errors import DataError
+from drehr_utils.files import project_root
+from drehr_utils.profiles import PROFILES, Profile, load_profile
 
 # "%|" alone is not enough: a bar without a known total has only a count and a rate.
 _BAR = re.compile(r"\d%\||\[\d+:\d\d(:\d\d)?(<|, )|it/s\]|s/it\]")
@@ -27,6 +30,7 @@ _CURSOR = re.compile(r"\x1b\[\d*[A-HJK]")
 _CELL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
 _INJECTED = "injected-parameters"
 _ERROR_MARKER = "papermill-error-cell-tag"
+_KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Place:
     """The folders of one run, all absolute."""
 
     root: Path
-    profile: str
+    profile: Profile
+    asked: str = "open"  # the profile's name or its file, as notebooks are told it
 
     @property
     def notebooks(self) -> Path:
@@ -42,11 +47,11 @@ class Place:
 
     @property
     def cache(self) -> Path:
-        return self.root / "data" / "cache" / self.profile
+        return self.root / "data/cache" / self.profile.name
 
     def result(self, notebook: Path) -> Path:
-        """Where an executed notebook goes: in place under `open`, whose results are committed, else to the cache."""
-        return notebook if self.profile == "open" else self.cache / "notebooks" / notebook.name
+        """Where an executed notebook goes: in place where results are committed, else to the cache."""
+        return notebook if self.profile.in_place else self.cache / "notebooks" / notebook.name
 
     def show(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -162,7 +167,7 @@ def _kernel(place: Place) -> Iterator[None]:
     before = os.environ.get("JUPYTER_PATH")
     with tempfile.TemporaryDirectory(prefix="drehr_kernel_") as folder:
         env = {
-            "DREHR_PROFILE": place.profile,
+            "DREHR_PROFILE": place.asked,
             "DREHR_ROOT": str(place.root),
             # The notebooks must use the package that lies beside them, installed or not.
             "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
@@ -173,7 +178,7 @@ def _kernel(place: Place) -> Iterator[None]:
             # tqdm asks for ipywidgets; plain text bars are what is wanted here.
             "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
         }
-        if place.profile != "mimic":
+        if place.profile.offline:
             env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         write_kernel_spec(Path(folder, "kernels", "python3"), overrides={"env": env})
         # jupyter_client searches JUPYTER_PATH before the user's and the system's kernels.
@@ -227,7 +232,7 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> Failure | No
             papermill.execute_notebook(
                 notebook,
                 running,
-                parameters={"profile": place.profile},
+                parameters={"profile": place.asked},
                 kernel_name="python3",
                 language="python",
                 cwd=place.notebooks,
@@ -245,7 +250,7 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> Failure | No
             raise
     nb = nbformat.read(running, as_version=4)
     # Results outside the repository keep their parameters: nothing else in them says which profile they are from.
-    clean_notebook(nb, place.root, keep_injected=place.profile != "open")
+    clean_notebook(nb, place.root, keep_injected=not place.profile.in_place)
     target = place.result(notebook)
     if target == notebook and notebook.read_bytes() != source:
         target = place.cache / "notebooks" / notebook.name
@@ -263,7 +268,7 @@ def _report(place: Place, notebook: Path, failure: Failure) -> str:
     log = place.cache / "kernel.log"
     if log.exists() and log.stat().st_size:
         full += f"\nWhat its kernel printed: {place.show(log)}"
-    if place.profile == "mimic":  # a message may quote the data
+    if place.profile.protected:  # a message may quote the data
         return f"{where} failed with {failure.kind}:{line}\nThe message is not shown: it may hold patient text.{full}"
     message = path_shortener(place.root)(failure.message).strip()
     return f"{where} failed:{line}\n{failure.kind}: {message}{full}"
@@ -272,26 +277,27 @@ def _report(place: Place, notebook: Path, failure: Failure) -> str:
 def _delete_cache(place: Place) -> None:
     """Empties the profile's cache but for `llm`: answers of a language model may have been paid for."""
     for path in place.cache.glob("*"):
-        if path.is_dir() and not path.is_symlink() and path.name != "llm":
+        if path.is_dir() and not path.is_symlink() and path.name not in _KEPT:
             shutil.rmtree(path)
-        elif path.name != "llm":
+        elif path.name not in _KEPT:
             path.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m drehr_utils.run",
-        description="Runs the notebooks in order. Under the profile open they are executed in place; under the others "
+        description="Runs the notebooks in order. Under the profile open they are executed in place; under others "
         "the executed copies go to data/cache/<profile>/notebooks/. A notebook that fails stays as it was, and its "
         "half-executed copy goes to data/cache/<profile>/failed/.",
     )
-    parser.add_argument("--profile", choices=PROFILES, default="open", help="data, models and sizes (default: open)")
+    known = f"{', '.join(PROFILES)}, or the path of a .toml file of your own"
+    parser.add_argument("--profile", default="open", help=f"data, models and sizes: {known} (default: open)")
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--from", dest="start", metavar="NN", help="start at this notebook, for example 05")
     some.add_argument("--only", metavar="NN[,NN...]", help="run these notebooks only, for example 08 or 08,09")
     fresh = "first delete data/cache/<profile>, except a language model's answers in its folder llm, always kept"
     parser.add_argument("--fresh", action="store_true", help=fresh)
-    parser.add_argument("--yes", action="store_true", help="confirm --fresh under the profile mimic")
+    parser.add_argument("--yes", action="store_true", help="confirm --fresh under a protected profile, such as mimic")
     return parser
 
 
@@ -316,13 +322,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the notebooks that `argv` asks for; returns 0, or 1 when a notebook failed (bad arguments end with 2)."""
     parser = _parser()
     args = parser.parse_args(argv)
-    root = Path(os.environ.get("DREHR_ROOT") or Path(__file__).parents[1]).absolute()
-    place = Place(root, args.profile)
+    try:
+        profile = load_profile(args.profile)
+    except DataError as error:
+        parser.error(str(error))
+    asked = str(Path(args.profile).absolute()) if args.profile.endswith(".toml") else args.profile
+    place = Place(project_root(), profile, asked)
     notebooks = _choose(parser, place, args.start, args.only)
-    if args.fresh:
-        if args.profile == "mimic" and not args.yes:
-            parser.error("--fresh deletes days of work under mimic (all but data/cache/mimic/llm): confirm with --yes")
-        _delete_cache(place)
+    try:
+        with artifacts.lock(place.cache / "run.lock", f"./run_all.sh --profile {profile.name}", wait=False):
+            if args.fresh:
+                if profile.protected and not args.yes:
+                    parser.error(
+                        f"--fresh deletes days of work (all but {place.show(place.cache)}/llm): confirm with --yes"
+                    )
+                _delete_cache(place)
+            artifacts.sweep(place.cache)
+            return _run(place, notebooks)
+    except DataError as error:
+        print(f"Not started: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(place: Place, notebooks: Sequence[Path]) -> int:
     terminal = sys.stdout.isatty()
     began = time.monotonic()
     with _kernel(place):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from drehr_utils.corpus import DataError
+from drehr_utils.errors import DataError
 from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 

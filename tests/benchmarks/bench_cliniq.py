@@ -14,8 +14,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
 
-    from drehr_utils import baselines, evaluation, pipeline
-    from drehr_utils.cliniq import MATCH_TYPES
+    from drehr_utils import pipeline
+    from drehr_utils.data.benchmark import MATCH_TYPES
+    from drehr_utils.evaluation import intervals, metrics
+    from drehr_utils.papers.cliniq import baselines
     from drehr_utils.profiles import load_profile
 
     profile = load_profile("open")
@@ -25,11 +27,11 @@ def main() -> None:
     wall, cpu = time.perf_counter(), time.process_time()
     for matrices in scores.values():
         for match_type in (None, *MATCH_TYPES):
-            searches += evaluation.single_patient(bench, matrices, match_type)["search_id"].nunique()
+            searches += metrics.single_patient(bench, matrices, match_type)["search_id"].nunique()
     measured = time.perf_counter() - wall, time.process_time() - cpu
     wall, cpu = time.perf_counter(), time.process_time()
     for name, matrices in scores.items():
-        evaluation.evaluate_system(name, bench, matrices, scores[baselines.SPARSE])
+        intervals.evaluate_system(name, bench, matrices, scores[baselines.SPARSE])
     result = {
         "single_patient_systems": len(scores),
         "single_patient_searches": searches,

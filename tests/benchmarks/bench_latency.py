@@ -65,9 +65,12 @@ def main() -> None:
     import torch
     from rank_bm25 import BM25Okapi
 
-    from drehr_utils import encoders, lexical, pipeline
+    from drehr_utils import pipeline
     from drehr_utils.profiles import load_profile
-    from drehr_utils.retrieval import reciprocal_rank_fusion, words
+    from drehr_utils.search import expansion
+    from drehr_utils.search.bm25 import FastBM25, best_first, words
+    from drehr_utils.search.fusion import reciprocal_rank_fusion
+    from drehr_utils.training import encoders
 
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
@@ -82,7 +85,7 @@ def main() -> None:
     texts, vectors = enlarged(base, np.resize(known, (len(base), known.shape[1])), CHUNKS)
 
     start = time.perf_counter()
-    bm25 = lexical.FastBM25(texts)
+    bm25 = FastBM25(texts)
     bm25_index_s = time.perf_counter() - start
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
@@ -90,10 +93,10 @@ def main() -> None:
     row = {query: embedded[i : i + 1] for i, query in enumerate(queries)}
 
     def sparse(query: str) -> np.ndarray:
-        return lexical.best_first(bm25.scores(query), K)
+        return best_first(bm25.scores(query), K)
 
     def expanded(query: str) -> np.ndarray:
-        return lexical.best_first(bm25.scores(lexical.expand_query(query, graph)), K)
+        return best_first(bm25.scores(expansion.expand_query(query, graph)), K)
 
     def dense(query: str) -> np.ndarray:
         return index.search(row[query], K)[1][0]
@@ -102,8 +105,8 @@ def main() -> None:
         found, at = index.search(row[query], CHUNKS)  # all of them: exact fusion needs every rank
         scores = np.empty(CHUNKS, np.float32)
         scores[at[0]] = found[0]
-        runs = [bm25.scores(lexical.expand_query(query, graph)), scores]
-        return lexical.best_first(reciprocal_rank_fusion(runs, ties), K)
+        runs = [bm25.scores(expansion.expand_query(query, graph)), scores]
+        return best_first(reciprocal_rank_fusion(runs, ties), K)
 
     okapi = BM25Okapi([words(text) for text in texts])
     few = queries[:: max(1, len(queries) // 40)]
@@ -114,7 +117,7 @@ def main() -> None:
         "bm25_kg": timed(expanded, queries),
         "dense_flat": timed(dense, queries),
         "hybrid": timed(hybrid, queries),
-        "rank_bm25": timed(lambda query: lexical.best_first(okapi.get_scores(words(query)), K), few),
+        "rank_bm25": timed(lambda query: best_first(okapi.get_scores(words(query)), K), few),
         "encode_query": timed(lambda query: encoders.encode(encoder, [query]), queries[:100]),
     }
     result = {"latency_chunks": CHUNKS, "latency_queries": len(queries), "latency_threads": 1,

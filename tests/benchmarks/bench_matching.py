@@ -25,12 +25,14 @@ KINDS = ("batch", "single", "trie")  # find_all of all chunks, find of each chun
 
 def worker(kind: str) -> None:
     """Builds its matcher, says how it matched and its MB, then goes over the chunks at each line that it is sent."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the reference, which lies with the tests
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parents[1] / "knowledge")
+    )  # for the reference, which lies with the tests
     import reference_matching
 
     from drehr_utils import pipeline
-    from drehr_utils.corpus import SPLITS
-    from drehr_utils.matching import EntityMatcher
+    from drehr_utils.data.notes import SPLITS
+    from drehr_utils.knowledge.matching import EntityMatcher
     from drehr_utils.profiles import load_profile
 
     profile = load_profile("open")

@@ -15,22 +15,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/knowledge"))
 
 from scipy.stats import binomtest  # noqa: E402
 from test_negation import accuracy, negspacy_predictions, own, sample  # noqa: E402
 
-from drehr_utils import radiology  # noqa: E402
+from drehr_utils.papers.radiology import reports  # noqa: E402
 
 LEXICON_NAME = {"lung nodule": "pulmonary nodule", "enlarged heart": "cardiomegaly"}  # judged query -> lexicon
 
 
 def judged_mentions() -> list[dict[str, str]]:
-    matcher = radiology.FindingMatcher(radiology.read_lexicon())
-    collections = [radiology.read_collection(radiology.OPEN_CXR / f"collection_{c}.jsonl.gz") for c in "ab"]
-    said = {f"{r.uid}#{k}": s for c in collections for r in c for k, s in enumerate(radiology.report_sentences(r))}
+    matcher = reports.FindingMatcher(reports.read_lexicon())
+    collections = [reports.read_collection(reports.OPEN_CXR / f"collection_{c}.jsonl.gz") for c in "ab"]
+    said = {f"{r.uid}#{k}": s for c in collections for r in c for k, s in enumerate(reports.report_sentences(r))}
     rows = []
-    for query, ids in radiology.read_judgments()[1].items():
+    for query, ids in reports.read_judgments()[1].items():
         name = query.removeprefix("no ")
         for i in ids:
             for mention in matcher.find(said[i]):

@@ -1,0 +1,430 @@
+"""Fetches the public data that we may not pass on: `python -m drehr_utils.data.public_data --help`.
+
+MedQuAD with the CDV annotations (notebooks 08, 13), IU X-ray (14) and NCBI Disease (12) are downloaded from their own
+hosts, checked, and written in the layout that the notebooks read from $DREHR_PUBLIC_DATA. A download that was cut off
+goes on where it stopped, and a file appears under its name only when it is whole.
+
+What is checked, and how far:
+- `CONTENT` holds SHA-256 sums of the uncompressed files that this project was developed with. A sum that differs is
+  reported as a warning, with both sums: our conversion was written without reaching the hosts, so it was never run on
+  the live IU X-ray archive or on all of MedQuAD, only on files of their format.
+- The sums of NCBI's three archives are those that a public library (nlstruct) lists for them; we could not compare them
+  with the live ones. A file that doesn't have its sum is refused and deleted.
+- GitHub's and Open-i's archives have no published sum. The first sum seen is kept in `<folder>/downloads/SHA256SUMS`,
+  and a later download that differs from it is refused. MedQuAD and CDV are pinned to a commit, so what is in the
+  archives cannot change under us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import hashlib
+import http.client
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree as ET
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import ROOT
+
+DATA_VARIABLE = "DREHR_PUBLIC_DATA"
+FOLDER = ROOT / "data/public"  # git-ignored; read where the variable is not set
+TIMEOUT = 60  # seconds without a byte
+IU_COLUMNS = ("uid", "MeSH", "Problems", "image", "indication", "comparison", "findings", "impression")
+
+CONTENT = {  # SHA-256 of the uncompressed files this project was developed with
+    "medquad/queries.jsonl.gz": "08c5820fa69b0ceff17923727bf170a2c56aeb3ad855510f60af292781c1277c",
+    "medquad/passages.jsonl.gz": "9efabb89689a38209a02404bc78b9d3af647535314499a5f9322f7b016df0172",
+    "iu_xray/indiana_reports.csv.gz": "fd718e074451e93effedd868ca8995d2495e58e85878e08853f2dd35810f2149",
+    "ncbi_disease/NCBItrainset_corpus.txt.gz": "f311381b28a6d0f641f57f4a963bb83619c2bdec5cd9caabb1381f894d5db817",
+    "ncbi_disease/NCBIdevelopset_corpus.txt.gz": "02db559974624ae9cbe6cd95d64d953e6926bb63afb6b25b63e53bd8b41a4b55",
+    "ncbi_disease/NCBItestset_corpus.txt.gz": "61c8050bf6979ef7b943ec1158dfc03b651ea3367d4c37356f9de4841e85c9a3",
+}
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    name: str  # in <folder>/downloads
+    url: str
+    sha256: str | None = None  # None: none is published; see the module's text
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: what it is called, its terms, what is fetched, and what is made of it."""
+
+    title: str
+    licence: str
+    citation: str
+    files: tuple[RemoteFile, ...]
+    outputs: tuple[str, ...]  # under the folder, as the notebooks read them
+    convert: Callable[[dict[str, Path]], dict[str, bytes]]  # downloads by name -> uncompressed content by output
+
+
+# --- download ----------------------------------------------------------------------------------------------------
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def download(remote: RemoteFile, folder: Path, mirror: str | None = None, progress: bool = True) -> Path:
+    """The file in `folder`, fetched if it isn't there, its sum checked either way.
+
+    `<name>.part` holds what came so far and is gone on with; a server that doesn't give a range starts it over. Raises
+    DataError where the host can't be reached, the connection ends early, or the sum is another one."""
+    target, part = folder / remote.name, folder / f"{remote.name}.part"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        url = f"{mirror.rstrip('/')}/{remote.name}" if mirror else remote.url
+        _fetch(url, part, progress)
+        _check(remote, part)
+        os.replace(part, target)
+        _remember(target)
+    else:
+        _check(remote, target)
+    return target
+
+
+def _fetch(url: str, part: Path, progress: bool) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "drehr-utils"} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
+            goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            if have and not (answer.status == 206 and goes_on):
+                have = 0
+            length = answer.headers.get("Content-Length")
+            total = have + int(length) if length else None
+            with (
+                part.open("ab" if have else "wb") as file,
+                tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=not progress) as bar,
+            ):
+                while block := answer.read(1 << 16):
+                    file.write(block)
+                    bar.update(len(block))
+            got = part.stat().st_size
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and have:  # the part is as long as the file, or longer: another file than before
+            part.unlink()
+            return _fetch(url, part, progress)
+        raise DataError(f"{url}: the server says {error.code} {error.reason}; {_BY_HAND}") from None
+    except http.client.IncompleteRead:
+        got = part.stat().st_size
+        raise DataError(f"{url}: the connection ended after {got:,} bytes; run this again to go on") from None
+    except OSError as error:  # URLError (no such host, refused), time-outs, resets
+        raise DataError(f"{url}: cannot be reached ({getattr(error, 'reason', error)}); {_BY_HAND}") from None
+    if total is not None and got < total:
+        raise DataError(f"{url}: the connection ended after {got:,} of {total:,} bytes; run this again to go on")
+
+
+_BY_HAND = (
+    "run this again when it can be, or run it on a machine with a network, copy its folder here and set "
+    f"{DATA_VARIABLE} to the copy; --mirror takes another address"
+)
+
+
+def _check(remote: RemoteFile, path: Path) -> None:
+    seen, expected = sha256(path), remote.sha256 or _remembered(path.parent).get(remote.name)
+    if expected and seen != expected:
+        path.unlink()
+        raise DataError(
+            f"{remote.name}: its SHA-256 is {seen}, not {expected}, so it was deleted; run this again, and if it stays "
+            "so, the host has another file: compare it by hand before you trust it"
+        )
+
+
+def _remembered(folder: Path) -> dict[str, str]:
+    sums = folder / "SHA256SUMS"
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
+    return {name: value for value, _, name in (line.partition("  ") for line in lines)}
+
+
+def _remember(path: Path) -> None:
+    known = _remembered(path.parent) | {path.name: sha256(path)}
+    text = "".join(f"{value}  {name}\n" for name, value in sorted(known.items()))
+    _write(path.parent / "SHA256SUMS", text.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The file whole or not at all; gzipped by its name, the same bytes for the same content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    os.replace(partial, path)
+
+
+# --- conversion --------------------------------------------------------------------------------------------------
+
+
+def _xml_members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the XML files in a zip or tar archive."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                yield from ((name, archive.read(name)) for name in archive.namelist() if name.endswith(".xml"))
+        else:
+            with tarfile.open(path) as archive:
+                members = (m for m in archive if m.isfile() and m.name.endswith(".xml"))
+                yield from ((m.name, archive.extractfile(m).read()) for m in members)
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path.name}: not an archive ({error}); delete it and run this again") from None
+
+
+def _parse(name: str, content: bytes) -> ET.Element:
+    try:
+        return ET.fromstring(content)
+    except ET.ParseError as error:
+        raise DataError(f"{name}, row {error.position[0]}: not XML ({error}); delete the archive, run again") from None
+
+
+def _json_lines(records: Sequence[dict]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def convert_medquad(downloads: dict[str, Path]) -> dict[str, bytes]:
+    """MedQuAD's answers and CDV's annotations of its test split as BEIR-like records (see medquad.load_medquad).
+
+    A passage's text is the answer, stripped, whose `<source>_<qid>` is the annotation's id; annotations without an
+    answer are left out. Raises DataError where no answer is found at all."""
+    answers: dict[str, str] = {}
+    for name, content in _xml_members(downloads["MedQuAD.zip"]):
+        document = _parse(name, content)
+        for pair in document.iter("QAPair"):
+            question, text = pair.find("Question"), (pair.findtext("Answer") or "").strip()
+            if question is not None and text:
+                answers[f"{document.get('source')}_{question.get('qid')}"] = text
+    annotations = downloads["MedQuAD_test_annotations.json"]
+    try:
+        cdv = json.loads(annotations.read_bytes())
+        passages = [
+            {"id": a["id"], "doc_id": d["id"], "title": d["title"], "text": answers[a["id"]], "entity": a["entity"],
+             "entity_id": a.get("entityId"), "aspect": a.get("aspect")}
+            for d in cdv["documents"] for a in d["annotations"] if a["id"] in answers
+        ]  # fmt: skip
+        queries = []
+        for i, query in enumerate(cdv["queries"]):
+            (asked,) = query["annotations"]
+            queries.append({
+                "id": f"mq{i}", "text": query["text"], "entity": asked["entity"], "entity_id": asked.get("entityId"),
+                "aspect": asked["aspect"], "aspect_heading": asked["aspectHeading"],
+                "relevant": [result["id"] for result in query["results"]],
+            })  # fmt: skip
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{annotations.name}: not CDV's annotations ({error!r}); delete it and run this again"
+        ) from None
+    if not passages:
+        raise DataError("MedQuAD.zip: no answer belongs to an annotation; delete it and run this again")
+    return {"medquad/queries.jsonl.gz": _json_lines(queries), "medquad/passages.jsonl.gz": _json_lines(passages)}
+
+
+def convert_iu_xray(downloads: dict[str, Path]) -> dict[str, bytes]:
+    """Open-i's XML reports as one CSV, by number: the coders' `major` headings as MeSH, what stands before their first
+    "/" as Problems, the first image's caption, and the four sections."""
+    rows = []
+    for name, content in _xml_members(downloads["NLMCXR_reports.tgz"]):
+        report = _parse(name, content)
+        identity = next((e.get("id", "") for e in report.iter("uId")), "") or Path(name).stem
+        number = re.search(r"\d+$", identity)
+        if number is None:
+            raise DataError(f"{name}, field uId: {identity!r} has no number; delete the archive and run this again")
+        sections = {e.get("Label", ""): _folded(e) for e in report.iter("AbstractText")}
+        headings = [_folded(e) for e in report.iter("major")]
+        rows.append({
+            "uid": number[0], "MeSH": ";".join(headings), "Problems": ";".join(h.split("/")[0] for h in headings),
+            "image": next((_folded(e) for e in report.iter("caption")), ""),
+            **{key: sections.get(key.upper(), "") for key in IU_COLUMNS[4:]},
+        })  # fmt: skip
+    if not rows:
+        raise DataError("NLMCXR_reports.tgz: no report in it; delete it and run this again")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, IU_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=lambda row: int(row["uid"])))
+    return {"iu_xray/indiana_reports.csv.gz": text.getvalue().encode()}
+
+
+def _folded(element: ET.Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
+    """The text file of each of NCBI Disease's archives."""
+    outputs = {}
+    for path in downloads.values():
+        name = path.with_suffix(".txt").name
+        with zipfile.ZipFile(path) as archive:
+            member = next((m for m in archive.namelist() if Path(m).name == name), None)
+            if member is None:
+                raise DataError(f"{path.name}: {name} isn't in it; delete it and run this again")
+            outputs[f"ncbi_disease/{name}.gz"] = archive.read(member)
+    return outputs
+
+
+_MEDQUAD = "7e94c7b336f1f8e010c03091df691c8bea014399"
+_CDV = "9b75fd472fb06d707924d840f8714d6e1ed9bd76"
+_NCBI = "https://www.ncbi.nlm.nih.gov/CBBresearch/Dogan/DISEASE"
+SOURCES = {
+    "medquad": Source(
+        "MedQuAD, with CDV's annotations of its test split",
+        "MedQuAD: CC BY 4.0 (answers under MedlinePlus copyright are not in it). CDV: see its repository.",
+        "Ben Abacha and Demner-Fushman, 2019. A question-entailment approach to question answering. BMC "
+        "Bioinformatics 20:511. Arnold et al., 2020. Learning contextualized document representations for healthcare "
+        "answer retrieval. WWW '20, doi:10.1145/3366423.3380208.",
+        (
+            RemoteFile("MedQuAD.zip", f"https://github.com/abachaa/MedQuAD/archive/{_MEDQUAD}.zip"),
+            RemoteFile(
+                "MedQuAD_test_annotations.json",
+                f"https://raw.githubusercontent.com/sebastianarnold/CDV/{_CDV}/data/MedQuAD/MedQuAD_test_annotations.json",
+            ),
+        ),
+        ("medquad/queries.jsonl.gz", "medquad/passages.jsonl.gz"),
+        convert_medquad,
+    ),
+    "iu_xray": Source(
+        "IU X-ray: Indiana University's chest X-ray reports (Open-i)",
+        "Public. Each report's XML names its licence (CC BY-NC-ND 4.0 as far as we know): read it there.",
+        "Demner-Fushman et al., 2016. Preparing a collection of radiology examinations for distribution and retrieval. "
+        "JAMIA 23(2):304-310.",
+        (RemoteFile("NLMCXR_reports.tgz", "https://openi.nlm.nih.gov/imgs/collections/NLMCXR_reports.tgz"),),
+        ("iu_xray/indiana_reports.csv.gz",),
+        convert_iu_xray,
+    ),
+    "ncbi_disease": Source(
+        "NCBI Disease corpus",
+        "Public domain (a work of the United States government).",
+        "Doğan, Leaman and Lu, 2014. NCBI disease corpus: a resource for disease name recognition and concept "
+        "normalization. Journal of Biomedical Informatics 47:1-10.",
+        tuple(
+            RemoteFile(f"NCBI{part}set_corpus.zip", f"{_NCBI}/NCBI{part}set_corpus.zip", value)
+            for part, value in (
+                ("train", "26157233d70aeda0b2ac1dda4fc9369b0717bd888f5afe511d0c1c6a5ad307a0"),
+                ("develop", "61681ad09356619c8f4f3e1738663dd007ad0135720fdc90195120fea944cbe9"),
+                ("test", "b978442f39c739deb6619c70e7b07327d9eb1b71aff64996c02a592435583f46"),
+            )
+        ),
+        tuple(f"ncbi_disease/NCBI{part}set_corpus.txt.gz" for part in ("train", "develop", "test")),
+        convert_ncbi,
+    ),
+}
+
+
+# --- all of it ---------------------------------------------------------------------------------------------------
+
+
+def verify(folder: Path, outputs: Sequence[str], content: dict[str, str] = CONTENT) -> dict[str, str]:
+    """For each output `ok` (the content this project was developed with), `differs`, `unreadable` or `missing`."""
+    states = {}
+    for name in outputs:
+        path = folder / name
+        if not path.exists():
+            states[name] = "missing"
+            continue
+        try:
+            with gzip.open(path) as file:
+                seen = hashlib.file_digest(file, "sha256").hexdigest()
+            states[name] = "ok" if seen == content.get(name) else "differs"
+        except (OSError, EOFError):
+            states[name] = "unreadable"
+    return states
+
+
+def locate(name: str, folder: str | Path | None = None, missing_ok: bool = True) -> Path | None:
+    """The folder with the files of SOURCES[name]: `folder`, else $DREHR_PUBLIC_DATA, else data/public.
+
+    Prints the data set's citation and licence; where a file is not the one this project was developed with, a warning.
+    Where a file is missing: says how to get it and returns None, so that a notebook goes on without; or raises
+    DataError if not missing_ok. Raises DataError for a file that can't be read."""
+    root, source = Path(folder or os.environ.get(DATA_VARIABLE) or FOLDER), SOURCES[name]
+    states = verify(root, source.outputs)
+    broken, missing, other = (
+        [f for f, state in states.items() if state == kind] for kind in ("unreadable", "missing", "differs")
+    )
+    if broken:
+        raise DataError(
+            f"{broken[0]}: damaged, or no gzip file; python -m drehr_utils.data.public_data {name} fetches it"
+        )
+    if missing:
+        said = (
+            f"{source.title}: {missing[0]} not found. `python -m drehr_utils.data.public_data {name}` fetches it into"
+        )
+        said += f" data/public; or set {DATA_VARIABLE} to a folder that has it."
+        if not missing_ok:
+            raise DataError(said)
+        print(f"{said} Skipped.")
+        return None
+    print(f"{source.title}. Cite: {source.citation} Licence: {source.licence}")
+    if other:
+        print(f"Not the content this project was developed with, so figures may differ: {', '.join(other)}")
+    return root
+
+
+def fetch(source: Source, folder: Path, mirror: str | None = None, progress: bool = True) -> dict[str, str]:
+    """Makes a source's outputs under `folder` where they are missing or unreadable; returns verify's states.
+
+    Raises DataError as `download` and the conversions do; what is already there stays as it is."""
+    states = verify(folder, source.outputs)
+    wanted = {name for name, state in states.items() if state in ("missing", "unreadable")}
+    if not wanted:
+        return states
+    downloads = {file.name: download(file, folder / "downloads", mirror, progress) for file in source.files}
+    for name, content in source.convert(downloads).items():
+        if name in wanted:
+            _write(folder / name, content)
+    return verify(folder, source.outputs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fetches or checks what `argv` asks for; returns 0, or 1 where something is missing or could not be fetched."""
+    given = os.environ.get(DATA_VARIABLE)
+    parser = argparse.ArgumentParser(
+        prog="python -m drehr_utils.data.public_data",
+        description="Fetches public data that the notebooks can use, checks them, prints licence and citation.",
+        epilog=f"Then set {DATA_VARIABLE} to the folder. Without a network: run it elsewhere and copy the folder.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)} (default: all)")
+    parser.add_argument("--folder", type=Path, default=Path(given) if given else FOLDER,
+                        help=f"where to (default: ${DATA_VARIABLE}, else data/public)")  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="fetch nothing, say what is there")
+    parser.add_argument("--mirror", metavar="URL", help="an address that has all files under their names")
+    args = parser.parse_args(argv)
+    if unknown := set(args.names) - set(SOURCES):
+        parser.error(f"no data set {', '.join(sorted(unknown))}; there are {', '.join(SOURCES)}")
+    failed = False
+    for name in args.names or SOURCES:
+        source = SOURCES[name]
+        print(f"{name}: {source.title}\n  licence: {source.licence}\n  cite: {source.citation}")
+        try:
+            states = verify(args.folder, source.outputs) if args.check else fetch(source, args.folder, args.mirror)
+        except DataError as error:
+            print(f"  failed: {error}", file=sys.stderr)
+            failed = True
+            continue
+        for output, state in states.items():
+            said = {"ok": "as this project was developed with", "differs": "not the content this project was developed "
+                    "with; scores may differ from the committed ones"}.get(state, state)  # fmt: skip
+            print(f"  {output}: {said}")
+        failed |= bool({"missing", "unreadable"} & set(states.values()))
+    if not failed and not args.check and str(args.folder) != given:
+        print(f"Now: export {DATA_VARIABLE}={args.folder}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""MedQuAD's test split (Abacha and Demner-Fushman, 2019; split by Arnold et al., 2020), for CAPR's Table 3.
+
+The data are public but not ours to pass on: they are read from a folder outside the repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ir_measures
+import numpy as np
+import pandas as pd
+from ir_measures import Success
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from drehr_utils.data import public_data
+from drehr_utils.files import read_json_lines
+from drehr_utils.search.bm25 import BM25
+from drehr_utils.search.dense import dense_scores
+from drehr_utils.search.fusion import rank, tie_keys
+
+METRICS = {"R@1": Success @ 1, "R@5": Success @ 5}  # a query is answered by any of its passages; 97% have just one
+
+
+@dataclass
+class MedQuad:
+    """Queries ("entity aspect"), their aspects, passages and qrels; insertion order is the score matrices' order."""
+
+    queries: dict[str, str]
+    aspects: dict[str, str]
+    passages: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+    unanswerable: list[str]  # ids of queries left out: their document isn't among the passages
+
+    def head(self, n: int) -> MedQuad:
+        """The first n queries and the first passages up to the last one that answers them; for quick runs."""
+        queries = dict(list(self.queries.items())[:n])
+        qrels = {q: self.qrels[q] for q in queries}
+        ids = list(self.passages)
+        last = max(ids.index(p) for relevant in qrels.values() for p in relevant)
+        passages = {p: self.passages[p] for p in ids[: max(last + 1, 64)]}
+        return MedQuad(queries, {q: self.aspects[q] for q in queries}, passages, qrels, [])
+
+    def every(self, n: int) -> MedQuad:
+        """Every n-th query, all passages."""
+        queries = dict(list(self.queries.items())[::n])
+        return MedQuad(
+            queries, {q: self.aspects[q] for q in queries}, self.passages, {q: self.qrels[q] for q in queries}, []
+        )
+
+
+def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
+    """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.
+
+    Raises DataError for a malformed line.
+    """
+    root = public_data.locate("medquad", folder)
+    if root is None:
+        return None
+    folder = root / "medquad"
+    passages = {p["id"]: p["text"] for _, _, p in read_json_lines(folder / "passages.jsonl.gz", ("id", "text"))}
+    data = MedQuad({}, {}, passages, {}, [])
+    for _, _, query in read_json_lines(folder / "queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):
+        found = {passage_id: 1 for passage_id in query["relevant"] if passage_id in passages}
+        if not found:
+            data.unanswerable.append(query["id"])
+            continue
+        data.queries[query["id"]] = f"{query['entity']} {query['aspect']}"
+        data.aspects[query["id"]] = query["aspect"]
+        data.qrels[query["id"]] = found
+    return data
+
+
+def term_scores(data: MedQuad, method: str) -> np.ndarray:
+    """CAPR's term-based baselines: float [queries, passages] of `BM25` or `TF-IDF` (cosine) over the passages' text."""
+    if method == "BM25":
+        return BM25(data.passages.values()).scores(data.queries.values())
+    if method != "TF-IDF":
+        raise ValueError(f"method {method!r} is neither BM25 nor TF-IDF")
+    vectorizer = TfidfVectorizer()
+    passages = vectorizer.fit_transform(data.passages.values())
+    return (vectorizer.transform(data.queries.values()) @ passages.T).toarray()
+
+
+def medquad_candidates(data: MedQuad, bm25: np.ndarray, n: int = 64, with_relevant: bool = True) -> np.ndarray:
+    """Passage positions [queries, n] that every method re-ranks: BM25's best `n` (CAPR §4.2), best first.
+
+    CAPR doesn't say whether an answer that BM25 misses joins the candidates. It must: BM25's best 64 hold 91% of the
+    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places, unless
+    `with_relevant` is False.
+    """
+    order = rank(bm25, tie_keys(data.queries, data.passages))[:, :n]
+    if with_relevant:
+        position = {passage_id: i for i, passage_id in enumerate(data.passages)}
+        for row, query_id in enumerate(data.queries):
+            missing = [position[i] for i in data.qrels[query_id] if position[i] not in order[row]]
+            if missing:
+                order[row, -len(missing) :] = missing
+    return order
+
+
+def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
+    """R@1 and R@5 (0 or 100) of each query for `scores` [queries, n] of its candidates.
+
+    Rows as metrics.single_patient's (`query_type` is the aspect), so intervals.result_rows gives means, intervals
+    and the paired test.
+    """
+    ids = np.array(list(data.passages), dtype=object)
+    ties = np.take_along_axis(tie_keys(data.queries, data.passages), candidates, axis=1)
+    best = np.take_along_axis(candidates, rank(scores, ties), axis=1)[:, :5]
+    run = {query_id: {ids[p]: float(-i) for i, p in enumerate(best[row])} for row, query_id in enumerate(data.queries)}
+    names = {measure: name for name, measure in METRICS.items()}
+    rows = [
+        (value.query_id, value.query_id, data.aspects[value.query_id], names[value.measure], 100.0 * value.value)
+        for value in ir_measures.iter_calc(METRICS.values(), data.qrels, run)
+    ]
+    frame = pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    return frame.sort_values(["metric", "search_id"], ignore_index=True)
+
+
+def zero_shot(encode: Callable[[list[str]], np.ndarray], data: MedQuad, candidates: np.ndarray) -> pd.DataFrame:
+    """recall_values of a dense encoder that saw none of these data (CAPR's cross-domain setting).
+
+    `encode` maps texts to embeddings [texts, dim] and truncates long passages (CAPR: 512 tokens).
+    """
+    used, places = np.unique(candidates, return_inverse=True)  # a passage that is nobody's candidate isn't encoded
+    texts = list(data.passages.values())
+    scores = dense_scores(encode(list(data.queries.values())), encode([texts[i] for i in used]))
+    return recall_values(data, candidates, np.take_along_axis(scores, places.reshape(candidates.shape), axis=1))

@@ -1,0 +1,146 @@
+"""Scores of a retrieval system on CliniQ, with intervals and tests (CliniQ §4.1, §4.3; DR.EHR §4.3, §5).
+
+A system is a score matrix [queries, chunks] in the benchmark's order, or a tuple of such matrices, which reciprocal
+rank fusion joins in each search's own pool. Runs as dictionaries exist only at ir-measures' edge. Values: 0 to 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import ir_measures
+import numpy as np
+import pandas as pd
+import scipy.stats
+from ir_measures import AP, RR, R, nDCG
+
+from drehr_utils.data.benchmark import Benchmark, single_patient_tasks
+from drehr_utils.search.fusion import rank, reciprocal_rank_fusion, tie_keys
+
+SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note has few chunks (CliniQ §4.3)
+MULTI_METRICS = {"MRR": RR, "NDCG@10": nDCG @ 10, "R@100": R @ 100}
+Scores = np.ndarray | tuple[np.ndarray, ...]
+AVERAGE = "Average"  # of the setting's three metrics: what DR.EHR's Tables 5 and 6 print
+
+_BATCH = 256  # queries turned into dictionaries at a time: bounds memory at CliniQ's 1,246 x 16,550 scores
+
+
+def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None = None) -> pd.DataFrame:
+    """Single-Patient Retrieval: one row a search and metric, `search_id, query_id, query_type, metric, value`.
+
+    A search is a (patient, query) pair, so a query asked for many patients weighs more: the paper averages over
+    searches ("nearly 28k"). `scores` [queries, chunks] are over the whole corpus; each search reads its note's part.
+    Metrics: MRR, NDCG, MAP without cutoff, and their Average. `match_type` dissects (CliniQ §4.1, DR.EHR Table 5).
+    """
+    matrices = _checked(benchmark, scores)
+    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
+    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
+    ties = tie_keys(benchmark.queries, benchmark.corpus)
+    qrels, run, query_of = {}, {}, {}
+    for task in single_patient_tasks(benchmark, match_type):
+        row = rows[task.query_id]
+        pool = np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
+        order = _order([matrix[row, pool] for matrix in matrices], ties[row, pool])
+        run[task.search_id] = {task.chunk_ids[i]: float(-place) for place, i in enumerate(order)}
+        qrels[task.search_id] = task.relevant
+        query_of[task.search_id] = task.query_id
+    return _frame(benchmark, SINGLE_METRICS, ir_measures.iter_calc(SINGLE_METRICS.values(), qrels, run), query_of)
+
+
+def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
+    """Multi-Patient Retrieval: each query that has a relevant chunk, over the whole corpus; rows as single_patient's.
+
+    Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients without the code aren't judged beyond string
+    matches, and count as not relevant (CliniQ §3.3, Limitations).
+    """
+    matrices = _checked(benchmark, scores)
+    chunk_ids = np.array(list(benchmark.corpus), dtype=object)
+    asked = [(row, query_id) for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
+    places = [float(-place) for place in range(len(chunk_ids))]
+
+    def values() -> Iterator[ir_measures.Metric]:
+        for start in range(0, len(asked), _BATCH):
+            batch = asked[start : start + _BATCH]
+            ids = [query_id for _, query_id in batch]
+            rows = [row for row, _ in batch]
+            order = _order([matrix[rows] for matrix in matrices], tie_keys(ids, benchmark.corpus))
+            run = {query_id: dict(zip(chunk_ids[order[i]], places, strict=True)) for i, query_id in enumerate(ids)}
+            qrels = {query_id: benchmark.qrels[query_id] for query_id in ids}
+            yield from ir_measures.iter_calc(MULTI_METRICS.values(), qrels, run)
+
+    return _frame(benchmark, MULTI_METRICS, values(), {query_id: query_id for _, query_id in asked})
+
+
+def means(values: pd.DataFrame) -> pd.Series:
+    """The mean of each metric over the searches of single_patient's or multi_patient's frame, in the frame's order."""
+    return values.groupby("metric", sort=False)["value"].mean()
+
+
+def recall_by_depth(
+    benchmark: Benchmark, scores: np.ndarray, depths: Iterable[int], each: bool = False
+) -> pd.Series | pd.DataFrame:
+    """Multi-Patient recall at each depth, 0..100: the mean share of a query's relevant chunks among its first k.
+
+    `each`: not the mean but every query's, float [queries, depths]."""
+    (matrix,), depths = _checked(benchmark, scores), np.array(list(depths))
+    rows = [row for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
+    ids = list(benchmark.queries)
+    order = rank(matrix[rows], tie_keys([ids[row] for row in rows], benchmark.corpus))
+    chunk_ids = np.array(list(benchmark.corpus), dtype=object)
+    recalls = np.zeros((len(rows), len(depths)))
+    for at, (row, ranked) in enumerate(zip(rows, order, strict=True)):
+        found = np.cumsum(np.isin(chunk_ids[ranked], list(benchmark.qrels[ids[row]])))
+        recalls[at] = found[np.minimum(depths, len(found)) - 1] / len(benchmark.qrels[ids[row]])
+    frame = pd.DataFrame(100 * recalls, [ids[row] for row in rows], pd.Index(depths, name="depth"))
+    return frame if each else frame.mean()
+
+
+@dataclass(frozen=True)
+class Hubness:
+    """How unevenly chunks come first: a hub chunk that tops most queries ruins Multi-Patient Retrieval."""
+
+    top1_share: float  # share of queries, 0..1, whose first chunk is the most frequent first chunk
+    distinct_top1: int
+    skewness: float  # of N_10, how often a chunk is among a query's first ten (Radovanović et al., 2010)
+
+
+def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
+    """Hubness of a score matrix [queries, chunks]; equal scores are ordered by position here, ids being unknown."""
+    scores = np.asarray(scores)
+    first = np.bincount(scores.argmax(axis=1), minlength=scores.shape[1])
+    k = min(k, scores.shape[1])
+    best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+    occurrences = np.bincount(best.ravel(), minlength=scores.shape[1])
+    skewness = float(scipy.stats.skew(occurrences)) if occurrences.std() > 0 else 0.0
+    return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
+
+
+def _frame(benchmark: Benchmark, metrics: dict, values: Iterable, query_of: dict[str, str]) -> pd.DataFrame:
+    names = {measure: name for name, measure in metrics.items()}
+    found: dict[str, dict[str, float]] = {search_id: {} for search_id in query_of}
+    for value in values:
+        found[value.query_id][names[value.measure]] = 100 * value.value
+    rows = []
+    for search_id, query_id in query_of.items():
+        scores = [found[search_id][name] for name in metrics]
+        for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
+            rows.append((search_id, query_id, benchmark.query_types[query_id], name, score))
+    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+
+
+def _order(runs: list[np.ndarray], ties: np.ndarray) -> np.ndarray:
+    return rank(runs[0] if len(runs) == 1 else reciprocal_rank_fusion(runs, ties), ties)
+
+
+def _checked(benchmark: Benchmark, scores: Scores) -> list[np.ndarray]:
+    matrices = [np.asarray(matrix) for matrix in (scores if isinstance(scores, tuple) else (scores,))]
+    expected = (len(benchmark.queries), len(benchmark.corpus))
+    for matrix in matrices:
+        if matrix.shape != expected:
+            raise ValueError(
+                f"scores have shape {matrix.shape}; the benchmark has {expected[0]} queries and {expected[1]} chunks"
+            )
+        if np.isnan(matrix).any():
+            raise ValueError("scores hold NaN; a chunk that wasn't scored gets -inf")
+    return matrices

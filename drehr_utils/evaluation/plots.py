@@ -1,0 +1,240 @@
+"""Figures for the notebooks and the paper: one style, vector PDF and PNG, the same bytes on every run."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from drehr_utils.profiles import ROOT
+
+FIGURES = ROOT / "figures"
+# Okabe and Ito's colours, told apart with any colour vision; yellow comes last, being faint on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
+
+
+def set_style() -> None:
+    """Set matplotlib's defaults: Okabe-Ito colours, embedded TrueType fonts (text stays text in PDF), light grid."""
+    plt.rcParams.update(
+        {
+            "axes.prop_cycle": plt.cycler(color=PALETTE),
+            "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+            "font.size": 8,
+            "axes.labelsize": 8,
+            "axes.titlesize": 9,
+            "legend.fontsize": 7,
+            "xtick.labelsize": 7,
+            "ytick.labelsize": 7,
+            "pdf.fonttype": 42,
+            "svg.hashsalt": "drehr",
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 110,
+            "savefig.dpi": 300,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "grid.color": "#DDDDDD",
+            "grid.linewidth": 0.5,
+            "lines.linewidth": 1.2,
+            "legend.frameon": False,
+        }
+    )
+
+
+def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
+    """Write `<name>.pdf` (vector) and `<name>.png` (300 dpi) in `folder`, without time stamps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fig.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
+    fig.savefig(folder / f"{name}.png", dpi=300, metadata={"Software": None})
+
+
+def dot_interval_plot(
+    long: pd.DataFrame,
+    by: str = "group",
+    columns: int = 5,
+    xlabel: str | None = None,
+    blocks: Mapping[str, str] | None = None,
+) -> Figure:
+    """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
+
+    `long` has intervals.RESULT_COLUMNS with one row a system and panel: filter the metric and setting first (the
+    axis is named after them). `xlabel` names it for differences, which get a line at 0. `blocks` says which
+    systems belong together (system -> block's name): one colour a block, and a rule between two. Raises ValueError
+    where two rows share a place.
+    """
+    metrics = " / ".join(dict.fromkeys(long["metric"]))
+    if long.duplicated(["system", by]).any():
+        raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
+    systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
+    names = list(dict.fromkeys(blocks[s] for s in systems)) if blocks is not None else []
+    across = min(columns, len(panels))
+    down = math.ceil(len(panels) / across)
+    width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
+    fig, axes = plt.subplots(
+        down, across, figsize=(width, down * (0.75 + 0.22 * len(systems))), sharey=True, sharex=True, squeeze=False
+    )
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        part = long[long[by] == panel].set_index("system").reindex(systems)
+        for y, (_, row) in enumerate(part.iterrows()):
+            colour = PALETTE[(y if blocks is None else names.index(blocks[systems[y]])) % len(PALETTE)]
+            if blocks is not None and y and blocks[systems[y]] != blocks[systems[y - 1]]:
+                ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
+            ax.plot([row["low"], row["high"]], [y, y], color=colour)
+            ax.plot(row["ours"], y, "o", color=colour, markersize=4)
+            ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
+        if xlabel:
+            ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
+        ax.set_title(str(panel))
+        ax.set_yticks(range(len(systems)), systems)
+        ax.set_ylim(len(systems) - 0.5, -0.5)
+        ax.grid(axis="y", visible=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
+    labels = {"ours, 95% interval": "#333333"} if blocks is None else dict(zip(names, PALETTE, strict=False))
+    shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
+    if long["paper"].notna().any():
+        shown.append(
+            plt.Line2D(
+                [],
+                [],
+                linestyle="",
+                marker="D",
+                markerfacecolor="white",
+                markeredgecolor="#666666",
+                markersize=4,
+                label="paper",
+            )
+        )
+    fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
+    return fig
+
+
+def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> Figure:
+    """Loss against the step for each name of `histories`: frames with `step` and `loss` (trainer.train_stage's curve).
+
+    `smooth` > 1 draws a running mean of that many logged values over the faint raw curve. A `learning_rate` column
+    goes to a second panel.
+    """
+    rates = any("learning_rate" in history for history in histories.values())
+    fig, axes = plt.subplots(
+        1 + rates,
+        1,
+        figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates),
+        sharex=True,
+        squeeze=False,
+        height_ratios=[3, 1] if rates else [1],
+    )
+    loss_axis: Axes = axes[0, 0]
+    for i, (name, history) in enumerate(histories.items()):
+        colour = PALETTE[i % len(PALETTE)]
+        if smooth > 1:
+            loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
+        running = history["loss"].rolling(smooth, min_periods=1, center=True).mean()
+        loss_axis.plot(history["step"], running, color=colour, label=name)
+        if "learning_rate" in history:
+            axes[1, 0].plot(history["step"], history["learning_rate"], color=colour)
+    loss_axis.set_ylabel("Loss")
+    # Over the curves it would hide one of them.
+    fig.legend(loc="outside upper center", ncols=1 + (len(histories) > 4))
+    if rates:
+        axes[1, 0].set_ylabel("Learning rate")
+        axes[1, 0].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes[-1, 0].set_xlabel("Step")
+    return fig
+
+
+def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: bool = False) -> Figure:
+    """Stacked bars: one bar an index entry, one colour a column, the totals above; `share` draws parts of 100%."""
+    values = 100 * counts.div(counts.sum(axis=1), axis=0) if share else counts
+    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.4))
+    bottom = pd.Series(0.0, index=counts.index)
+    positions = range(len(counts))
+    for i, column in enumerate(counts):
+        ax.bar(
+            positions,
+            values[column],
+            bottom=bottom,
+            width=0.7,
+            color=PALETTE[i % len(PALETTE)],
+            label=str(column),
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        bottom += values[column]
+    for x, (top, total) in enumerate(zip(bottom, counts.sum(axis=1), strict=True)):
+        ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)
+    ax.set_xticks(positions, [str(label) for label in counts.index])
+    ax.set_ylabel(ylabel)
+    ax.set_xlabel(xlabel)
+    ax.grid(axis="x", visible=False)
+    if len(counts.columns) > 1:
+        fig.legend(loc="outside right center", reverse=True)
+    return fig
+
+
+def similarity_histograms(similarities: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """For each name, the densities of two samples of cosines: relevant pairs and others; panels share their axes."""
+    fig, axes = plt.subplots(
+        1, len(similarities), figsize=(DOUBLE_COLUMN, 2.1), sharex=True, sharey=True, squeeze=False
+    )
+    bins = np.linspace(-0.2, 1, 41)
+    for ax, (name, samples) in zip(axes[0], similarities.items(), strict=True):
+        for values, label, color in zip(samples, ("relevant", "others"), PALETTE, strict=False):
+            ax.hist(values, bins, density=True, histtype="stepfilled", alpha=0.45, color=color, label=label)
+            ax.axvline(np.mean(values), color=color, linewidth=1)
+        ax.set_title(textwrap.fill(name, 16))
+    fig.supxlabel("Cosine of query and chunk", fontsize=8)
+    axes[0, 0].set_ylabel("Density")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return fig
+
+
+def entity_map(places: Mapping[str, np.ndarray], concepts: Sequence[str]) -> Figure:
+    """2-D places of names [names, 2] under each model, a panel each; a concept's names share colour and marker."""
+    fig, axes = plt.subplots(1, len(places), figsize=(DOUBLE_COLUMN, 2.9), squeeze=False)
+    kinds = list(dict.fromkeys(concepts))
+    for ax, (name, points) in zip(axes[0], places.items(), strict=True):
+        for i, kind in enumerate(kinds):
+            chosen = np.array([concept == kind for concept in concepts])
+            ax.scatter(
+                *points[chosen].T,
+                s=14,
+                color=PALETTE[i % len(PALETTE)],
+                marker="os^Dv"[i // len(PALETTE) % 5],
+                label=kind,
+                linewidths=0,
+            )
+        ax.set_title(textwrap.fill(name, 20))
+        ax.set_xticks([])
+        ax.set_yticks([])
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return fig
+
+
+def recall_depth_plot(curves: pd.DataFrame) -> Figure:
+    """Recall (rows: depths, columns: systems) against the depth, on a logarithmic axis."""
+    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.6))
+    for i, system in enumerate(curves):
+        ax.plot(
+            curves.index,
+            curves[system],
+            color=PALETTE[i % len(PALETTE)],
+            linestyle=("-", "--", ":", "-.")[i % 4],
+            label=system,
+        )
+    ax.set_xscale("log")
+    ax.set_xlabel("depth k")
+    ax.set_ylabel("Multi-Patient recall at k, %")
+    ax.set_ylim(0, 100)
+    ax.legend()
+    return fig

@@ -1,0 +1,73 @@
+"""Which servers text may be sent to: this machine's and its private network's, others only in so many words."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field
+
+from drehr_utils.errors import DataError
+
+ALLOW_REMOTE = "yes-send-patient-text-off-this-machine"
+
+# One pattern for all of the address, so that no two URL parsers can disagree about which host it names.
+_BASE_URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?(?:/[\w./~-]*)?", re.ASCII)
+_PRIVATE = [
+    ipaddress.ip_network(n) for n in "127.0.0.0/8 ::1/128 10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 fc00::/7".split()
+]
+
+
+def _is_private(host: str) -> bool:
+    name = host.lower().strip("[]").rstrip(".")
+    if name == "localhost" or name.endswith(".local"):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return any(address in network for network in _PRIVATE)
+
+
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server; `timeout_s` in seconds, `max_tokens` of an answer.
+
+    Raises DataError for an address outside this machine and its private network unless `allow_remote`: notes under a
+    data use agreement must not leave by accident. Proxies and redirects are off for the same reason."""
+
+    base_url: str
+    model: str
+    api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY") or "none", repr=False)
+    concurrency: int = 16
+    max_retries: int = 5
+    timeout_s: float = 120
+    temperature: float = 0.0
+    max_tokens: int = 512
+    seed: int = 0
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        match = _BASE_URL.fullmatch(self.base_url)
+        if not match:
+            raise DataError("llm: DREHR_LLM_BASE_URL is not a plain http(s) address such as http://localhost:8000/v1")
+        if not self.allow_remote and not _is_private(match["host"]):
+            raise DataError(
+                f"llm: the server's host, {match['host']}, is not this machine or a private address (localhost, 127/8, "
+                "10/8, 172.16/12, 192.168/16, *.local), so nothing was sent: note text would leave. If your data use "
+                f"agreement allows that, set DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}"
+            )
+        for name, least in {"concurrency": 1, "max_retries": 0, "max_tokens": 1}.items():
+            if getattr(self, name) < least:
+                raise DataError(f"llm: Server.{name} is {getattr(self, name)}; it must be at least {least}")
+        if not self.model:
+            raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")
+
+
+def server_from_env() -> Server | None:
+    """The server of DREHR_LLM_BASE_URL, DREHR_LLM_MODEL and OPENAI_API_KEY; None when no base URL is set."""
+    base_url = os.environ.get("DREHR_LLM_BASE_URL", "").strip()
+    if not base_url:
+        return None
+    allow = os.environ.get("DREHR_LLM_ALLOW_REMOTE") == ALLOW_REMOTE
+    return Server(base_url, os.environ.get("DREHR_LLM_MODEL", "").strip(), allow_remote=allow)

@@ -1,0 +1,250 @@
+"""CAPR's four architectures: CDV, Bi-, Poly- and Cross-encoder, and their training objective (CAPR §3).
+
+Every model maps queries ("entity ; aspect") and capr.Passages to scores [queries, passages]. Those that encode the two
+apart have `encode_queries`, `encode_passages` and `match`, so that passages can be encoded once; the Cross-encoder has
+`pair_scores`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor, nn
+
+from drehr_utils.papers.capr.passages import Passage
+from drehr_utils.training.encoders import embed_buckets, token_buckets
+
+QUERY_MARK, PASSAGE_MARK = "[QUERY]", "[PASSAGE]"
+SCALE = 20.0  # of cosines before the softmax: with scores in -1..1 it could never come near the truth
+SENTENCE_TOKENS = 48  # CDV; sentences have at most 40 words
+
+
+def listwise_loss(scores: Tensor, truth: Tensor | None = None) -> Tensor:
+    """Equation 1: -1/|P| times the sum over p and q of truth(q, p) log y(q, p), y the softmax of `scores` over P.
+
+    scores: float [queries, passages]. truth: the same shape, by default the identity: a query's attached passage is the
+    positive, every other passage of the batch a negative."""
+    log_y = torch.log_softmax(scores, dim=1)
+    truth = torch.eye(*scores.shape, device=scores.device) if truth is None else truth
+    return -(truth * log_y).sum() / scores.shape[1]
+
+
+def poly_score(q: Tensor, P: Tensor, mask: Tensor, W_attn: Tensor) -> Tensor:
+    """Equation 2: y = softmax(P qᵀ), s = relu(W_attn y) · q, for every query and passage; float [queries, passages].
+
+    q: [queries, dim]; P: token embeddings [passages, tokens, dim]; mask: bool [passages, tokens], False for padding;
+    W_attn: [dim, dim]. As printed, y has an entry a token and can't meet W_attn and q; the text calls it the product of
+    the two embeddings, so the attention weights are applied to P (Humeau et al., 2020)."""
+    logits = torch.einsum("qd,pnd->qpn", q, P).masked_fill(~mask, -torch.inf)
+    y = torch.einsum("qpn,pnd->qpd", torch.softmax(logits, dim=2), P)
+    return torch.einsum("qpd,qd->qp", torch.relu(y @ W_attn.T), q)
+
+
+class TwoTowers(nn.Module, ABC):
+    """A model that encodes queries and passages apart and then matches them."""
+
+    @abstractmethod
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        """What `match` takes of the queries."""
+
+    @abstractmethod
+    def encode_passages(self, passages: Sequence[Passage]) -> Any:
+        """What `match` takes of the passages."""
+
+    def match(self, queries: Tensor, passages: Any) -> Tensor:
+        """float [queries, passages]; here SCALE times the cosine of unit vectors."""
+        return SCALE * queries @ passages.T
+
+    def forward(self, queries: Sequence[str], passages: Sequence[Passage]) -> Tensor:
+        encoded = self.encode_queries(queries), self.encode_passages(passages)
+        with torch.autocast(encoded[0].device.type, enabled=False):  # scores in float32
+            return self.match(*encoded)
+
+
+class BiEncoder(TwoTowers):
+    """Two encoders, or one for both with [QUERY] and [PASSAGE] before the texts (CAPR §3.2).
+
+    CAPR trains on the dot product and ranks by the cosine; with unit vectors the two are one. Pooling is the starting
+    encoder's own (CAPR: [CLS])."""
+
+    def __init__(
+        self,
+        query_encoder: SentenceTransformer,
+        passage_encoder: SentenceTransformer | None = None,
+        *,
+        marks: bool = False,
+        query_tokens: int = 32,
+        passage_tokens: int = 512,
+        buckets: int = 4,
+    ):
+        """Without `passage_encoder` the weights are shared; `marks` adds the two marks to the encoders' tokens."""
+        super().__init__()
+        # A list, not two attributes: shared weights are then saved once.
+        self.encoders = nn.ModuleList([query_encoder] + ([passage_encoder] if passage_encoder is not None else []))
+        self.query_tokens, self.passage_tokens, self.buckets = query_tokens, passage_tokens, buckets
+        self.marks = (f"{QUERY_MARK} ", f"{PASSAGE_MARK} ") if marks else ("", "")
+        if marks:
+            for encoder in self.encoders:
+                add_marks(encoder)
+
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        return self._embed(self.encoders[0], [self.marks[0] + query for query in queries], self.query_tokens, 1)
+
+    def encode_passages(self, passages: Sequence[Passage]) -> Tensor:
+        texts = [self.marks[1] + passage.text for passage in passages]
+        return self._embed(self.encoders[-1], texts, self.passage_tokens, self.buckets)
+
+    def _embed(self, encoder: SentenceTransformer, texts: list[str], max_tokens: int, buckets: int) -> Tensor:
+        return embed_buckets(encoder, _on(encoder.device, token_buckets(encoder, texts, max_tokens, buckets)))
+
+
+def add_marks(encoder: SentenceTransformer) -> None:
+    """Adds [QUERY] and [PASSAGE] to the tokenizer as tokens of their own, and rows to the embeddings for them."""
+    added = encoder.tokenizer.add_special_tokens({"additional_special_tokens": [QUERY_MARK, PASSAGE_MARK]})
+    if added:
+        encoder[0].auto_model.resize_token_embeddings(len(encoder.tokenizer), mean_resizing=False)
+
+
+class PolyEncoder(TwoTowers):
+    """A Bi-encoder whose passages keep their tokens: the query attends to them late (CAPR §3.2, equation 2)."""
+
+    def __init__(
+        self,
+        query_encoder: SentenceTransformer,
+        passage_encoder: SentenceTransformer,
+        *,
+        query_tokens: int = 32,
+        passage_tokens: int = 512,
+        buckets: int = 4,
+    ):
+        super().__init__()
+        self.query_encoder, self.passage_encoder = query_encoder, passage_encoder
+        self.query_tokens, self.passage_tokens, self.buckets = query_tokens, passage_tokens, buckets
+        self.W_attn = nn.Parameter(torch.eye(query_encoder.get_embedding_dimension()))  # at first: y as it is
+
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        batches = token_buckets(self.query_encoder, list(queries), self.query_tokens, 1)
+        # Unit length times sqrt(SCALE) on either side: scores in the Bi-encoder's range.
+        return SCALE**0.5 * embed_buckets(self.query_encoder, _on(self.query_encoder.device, batches))
+
+    def encode_passages(self, passages: Sequence[Passage]) -> tuple[Tensor, Tensor]:
+        """Token embeddings [passages, tokens, dim] and their mask, bool [passages, tokens]."""
+        encoder, texts = self.passage_encoder, [p.text for p in passages]
+        batches = _on(encoder.device, token_buckets(encoder, texts, self.passage_tokens, self.buckets))
+        order = torch.argsort(torch.cat([batch.pop("rows") for batch in batches]))
+        longest = max(batch["input_ids"].shape[1] for batch in batches)
+        tokens, masks = [], []
+        for batch in batches:
+            missing = longest - batch["input_ids"].shape[1]
+            embedded = nn.functional.normalize(encoder(dict(batch))["token_embeddings"].float(), dim=2)
+            tokens.append(nn.functional.pad(SCALE**0.5 * embedded, (0, 0, 0, missing)))
+            masks.append(nn.functional.pad(batch["attention_mask"], (0, missing)))
+        return torch.cat(tokens)[order], torch.cat(masks)[order].bool()
+
+    def match(self, queries: Tensor, passages: tuple[Tensor, Tensor]) -> Tensor:
+        return poly_score(queries, *passages, self.W_attn)
+
+
+class CrossEncoder(nn.Module):
+    """One encoder over query and passage together, and a linear score of its pooled output (CAPR §3.2)."""
+
+    def __init__(self, encoder: SentenceTransformer, *, max_tokens: int = 512, buckets: int = 4):
+        super().__init__()
+        self.encoder, self.max_tokens, self.buckets = encoder, max_tokens, buckets
+        self.head = nn.Linear(encoder.get_embedding_dimension(), 1)
+
+    def pair_scores(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
+        """float [pairs] of (query, passage text); a pair that is too long loses the passage's end."""
+        tokenizer, device = self.encoder.tokenizer, self.encoder.device
+        first, second = (list(part) for part in zip(*pairs, strict=True))
+        tokens = tokenizer(first, second, truncation="only_second", max_length=self.max_tokens)
+        order = sorted(range(len(pairs)), key=lambda i: len(tokens["input_ids"][i]))
+        scores = torch.empty(len(pairs), device=device)
+        size = -(-len(pairs) // self.buckets)
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            batch = tokenizer.pad({k: [tokens[k][i] for i in rows] for k in tokens}, return_tensors="pt").to(device)
+            hidden = self.encoder[0].auto_model(**batch).last_hidden_state[:, 0]  # [CLS]
+            with torch.autocast(device.type, enabled=False):
+                scores = scores.index_put((torch.tensor(rows, device=device),), self.head(hidden.float())[:, 0])
+        return scores
+
+    def forward(self, queries: Sequence[str], passages: Sequence[Passage]) -> Tensor:
+        pairs = [(query, passage.text) for query in queries for passage in passages]
+        return self.pair_scores(pairs).reshape(len(queries), len(passages))
+
+
+class ContextualDocumentVectors(TwoTowers):
+    """CDV: a bidirectional LSTM over a document's sentence embeddings (Arnold et al., 2020; CAPR §3.2).
+
+    Each sentence is mapped to the spaces of the query's two parts, entity and aspect, which the starting encoder embeds
+    and which stay as they are; a passage scores the mean cosine of its sentences (CAPR §4.2). `frozen`: sentence
+    embeddings are computed once, with average pooling. Else the sentence encoder is trained too, from its [CLS] token.
+    """
+
+    def __init__(
+        self,
+        encoder: SentenceTransformer,
+        query_encoder: SentenceTransformer,
+        *,
+        frozen: bool = True,
+        hidden: int = 256,
+        buckets: int = 6,
+    ):
+        super().__init__()
+        dim = encoder.get_embedding_dimension()
+        self.encoder, self.frozen, self.buckets = encoder, frozen, buckets
+        self.lstm = nn.LSTM(dim, hidden, batch_first=True, bidirectional=True)
+        self.heads = nn.ModuleList([nn.Linear(2 * hidden, dim), nn.Linear(2 * hidden, dim)])  # entity, aspect
+        self._query_encoder = [query_encoder.eval().requires_grad_(False)]  # in a list: no part of the trained weights
+        self._known: dict[tuple[bool, str], Tensor] = {}  # embeddings that stay: of query parts and frozen sentences
+        encoder.requires_grad_(not frozen)
+
+    def train(self, mode: bool = True) -> ContextualDocumentVectors:
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()  # its embeddings are kept, so no dropout
+        return self
+
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        """Unit vectors [queries, 2 dim]: the entity's embedding and the aspect's."""
+        parts = zip(*(query.rsplit(" ; ", 1) for query in queries), strict=True)
+        return torch.cat([self._fixed(self._query_encoder[0], list(part), True) for part in parts], dim=1) / 2**0.5
+
+    def encode_passages(self, passages: Sequence[Passage]) -> Tensor:
+        """Means over sentences of unit vectors, float [passages, 2 dim]."""
+        documents = list(dict.fromkeys(p.document for p in passages))
+        sentences = list(dict.fromkeys(s for document in documents for s in document))
+        at = {sentence: i for i, sentence in enumerate(sentences)}
+        embedded = self._fixed(self.encoder, sentences, False) if self.frozen else self._tuned(sentences)
+        device = embedded.device
+        rows = [torch.tensor([at[s] for s in document], device=device) for document in documents]
+        packed = nn.utils.rnn.pack_sequence([embedded[r] for r in rows], enforce_sorted=False)
+        with torch.autocast(device.type, enabled=False):
+            hidden, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+            vectors = torch.cat([nn.functional.normalize(head(hidden), dim=2) for head in self.heads], dim=2) / 2**0.5
+        where = {document: i for i, document in enumerate(documents)}
+        return torch.stack([vectors[where[p.document], p.start : p.end].mean(dim=0) for p in passages])
+
+    def _tuned(self, sentences: list[str]) -> Tensor:
+        batches = _on(self.encoder.device, token_buckets(self.encoder, sentences, SENTENCE_TOKENS, self.buckets))
+        rows = torch.cat([batch.pop("rows") for batch in batches])
+        cls = torch.cat([self.encoder[0].auto_model(**batch).last_hidden_state[:, 0].float() for batch in batches])
+        return nn.functional.normalize(cls[torch.argsort(rows)], dim=1)
+
+    @torch.no_grad()
+    def _fixed(self, encoder: SentenceTransformer, texts: list[str], query: bool) -> Tensor:
+        new = [text for text in dict.fromkeys(texts) if (query, text) not in self._known]
+        if new:
+            buckets = -(-len(new) // 64)
+            batches = _on(encoder.device, token_buckets(encoder, new, SENTENCE_TOKENS, buckets))
+            self._known.update(zip([(query, text) for text in new], embed_buckets(encoder, batches), strict=True))
+        return torch.stack([self._known[query, text] for text in texts])
+
+
+def _on(device: torch.device, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]

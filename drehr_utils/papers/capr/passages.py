@@ -1,0 +1,292 @@
+"""CAPR's labels, queries and candidates: passages by entity and aspect, made by rules alone (CAPR §3.1, §4.2).
+
+A passage carries the entities that the matcher finds in it and, as its aspect, the heading of its section. A query is
+one of the passage's entities and its aspect: "lasix ; discharge medications". The heading itself is no part of the
+passage's text, so an aspect has to be understood and can't be copied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from drehr_utils.data import public_data
+from drehr_utils.data.notes import Note, clean
+from drehr_utils.evaluation.medquad import MedQuad
+from drehr_utils.files import read_json_lines
+from drehr_utils.knowledge.matching import EntityMatcher
+
+# aspect -> its headings: MIMIC-IV's discharge template, and MIMIC-III's wordings of the same.
+ASPECTS = {
+    "allergies": r"(?:drug )?allerg(?:ies|y)(?: and adverse (?:drug )?reactions)?|adverse drug reactions",
+    "chief complaint": r"chief complaint|presenting complaint|reason for (?:admission|hospitali[sz]ation)",
+    "procedure": r"(?:major )?surgical or invasive procedures?|procedures?(?: performed)?|operations?(?: performed)?",
+    "history of present illness": r"(?:brief )?history of (?:the )?present(?:ing)? illness|present illness|hpi",
+    "past medical history": (
+        r"past (?:medical|surgical|medical and surgical|psychiatric|oncologic) history|past history|pmhx?|pshx?"
+    ),
+    "social history": r"social (?:history|hx)|social|shx?",
+    "family history": r"family (?:history|hx)|family medical history|fhx?",
+    "review of systems": r"review of systems|ros",
+    "physical exam": (
+        r"(?:(?:admission|discharge|pertinent) )?physical exam(?:ination)?(?: (?:on|at|upon) (?:admission|discharge))?"
+    ),
+    "pertinent results": (
+        r"(?:pertinent|laboratory|lab) (?:results|data|findings|studies|values)|labs|laboratories|"
+        r"radiolog(?:y|ic studies)|imaging(?: studies)?|studies"
+    ),
+    "hospital course": (
+        r"(?:brief |summary of )?hospital course(?: by (?:system|problem|issue)s?)?(?: and treatment)?|"
+        r"summary of hospital stay"
+    ),
+    "medications on admission": (
+        r"medications? (?:on|at|upon|prior to) admission|(?:admission|home|preadmission) medications?"
+    ),
+    "discharge medications": r"discharge medications?|medications? (?:on|at|upon) discharge",
+    "discharge disposition": r"(?:discharge )?disposition",
+    "discharge diagnosis": r"(?:final |primary |secondary )?(?:discharge )?diagnos[ei]s(?: (?:on|at) discharge)?",
+    "discharge condition": r"(?:discharge )?condition|condition (?:on|at|upon) discharge",
+    "discharge instructions": r"(?:discharge |patient )?instructions|instructions (?:on|at|upon) discharge",
+    "follow-up": r"follow-? ?up(?: (?:instructions|appointments?|plans?))?",
+}
+# Lines of the template that end a section and say nothing clinical.
+_ADMINISTRATIVE = r"name|unit no|admission date|discharge date|date of birth|sex|service|attending|facility|dictated by"
+_HEADING = re.compile(
+    rf"^[ \t]*(?:{'|'.join(f'({pattern})' for pattern in ASPECTS.values())}|(?:{_ADMINISTRATIVE}))[ \t]*:",
+    re.MULTILINE | re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z#(])|\n(?!\s*[a-z])")  # a wrapped line goes on in lower case
+_LONGEST_SENTENCE = 40  # words
+
+# Question types of MedQuAD-like sources, in order: the first that fits gives the aspect.
+QUESTION_TYPES = {
+    "genetic changes": r"genetic changes|\bgenes?\b",
+    "complications": r"complications?",
+    "susceptibility": r"who is at risk|at risk for|risk factors",
+    "symptoms": r"symptoms|signs",
+    "inheritance": r"inherited|inherit",
+    "frequency": r"how many people|how common|prevalence|frequency",
+    "treatment": r"treatments?|treated?|manage",
+    "causes": r"causes?|caused",
+    "exams and tests": r"diagnos\w*|tests?\b|exams?\b",
+    "research": r"research|clinical trials",
+    "outlook": r"outlook|prognosis|life expectancy",
+    "prevention": r"prevent\w*",
+    "stages": r"\bstages?\b",
+    "considerations": r"what to do|considerations",
+    "information": r"^what is|^what are|information",
+}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of a document's sentences, with its labels; the document is kept for models that read the context."""
+
+    id: str
+    document_id: str
+    aspect: str | None
+    entities: tuple[str, ...]
+    document: tuple[str, ...]  # all sentences, cleaned
+    start: int  # of the passage's sentences, start <= i < end
+    end: int
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return self.document[self.start : self.end]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether it has an aspect and an entity; others are skipped (CAPR §3.1)."""
+        return self.aspect is not None and bool(self.entities)
+
+
+def sections(text: str) -> list[tuple[str | None, str]]:
+    """(aspect, body) of each section of a note, in order, the headings cut off; None where the aspect isn't known."""
+    found = list(_HEADING.finditer(text))
+    names = list(ASPECTS)
+    parts: list[tuple[str | None, str]] = [(None, text[: found[0].start()] if found else text)]
+    for i, heading in enumerate(found):
+        end = found[i + 1].start() if i + 1 < len(found) else len(text)
+        aspect = names[heading.lastindex - 1] if heading.lastindex else None
+        parts.append((aspect, text[heading.end() : end]))
+    return parts
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cleaned sentences: ended by punctuation before a capital, or by a line's end; at most 40 words each."""
+    sentences = []
+    for part in _SENTENCE_END.split(text):
+        words = clean(part).split()
+        if any(c.isalnum() for word in words for c in word):
+            sentences += [" ".join(words[i : i + _LONGEST_SENTENCE]) for i in range(0, len(words), _LONGEST_SENTENCE)]
+    return sentences
+
+
+def entities_in(text: str, matcher: EntityMatcher) -> tuple[str, ...]:
+    """The matcher's terms of three letters or more in a cleaned text, each once, in order of their first mention."""
+    terms = dict.fromkeys(match.term for match in matcher.find(text))
+    return tuple(term for term in terms if sum(c.isalpha() for c in term) >= 3)
+
+
+def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = None) -> list[Passage]:
+    """A note's passages: its sections, those longer than `max_words` cut between sentences (None: never)."""
+    document: list[str] = []
+    spans: list[tuple[str | None, int, int]] = []
+    for aspect, body in sections(note.text):
+        start, words = len(document), 0
+        for sentence in split_sentences(body):
+            length = sentence.count(" ") + 1
+            if max_words and words and words + length > max_words:
+                spans.append((aspect, start, len(document)))
+                start, words = len(document), 0
+            document.append(sentence)
+            words += length
+        if len(document) > start:
+            spans.append((aspect, start, len(document)))
+    whole = tuple(document)
+    return [
+        Passage(
+            f"{note.note_id}_{k}",
+            note.note_id,
+            aspect,
+            entities_in(" ".join(whole[start:end]), matcher),
+            whole,
+            start,
+            end,
+        )
+        for k, (aspect, start, end) in enumerate(spans)
+    ]
+
+
+def query_text(entity: str, aspect: str) -> str:
+    return f"{entity} ; {aspect}"
+
+
+def relevant_passages(entity: str, aspect: str, passages: Iterable[Passage]) -> list[str]:
+    """Ids of the passages that carry both labels."""
+    return [p.id for p in passages if p.aspect == aspect and entity in p.entities]
+
+
+def retrieval_task(
+    pool: Sequence[Passage], n_queries: int, n_candidates: int = 64, seed: int = 0
+) -> tuple[MedQuad, np.ndarray]:
+    """Queries drawn from labelled passages, and each one's candidate positions [queries, candidates] (CAPR §4.2).
+
+    A query is a random entity of a random passage, and its aspect; no two are the same. Its candidates are that passage
+    and others at random, as CAPR has it for MIMIC-III. Any passage with both labels counts as relevant: a random
+    candidate may carry them too. Raises ValueError where a passage isn't labelled."""
+    if not all(p.labelled for p in pool):
+        raise ValueError("a passage without entity or aspect can't be asked for; choose by Passage.labelled")
+    rng = np.random.default_rng(seed)
+    by_label: dict[tuple[str, str], dict[str, int]] = {}
+    for passage in pool:
+        for entity in passage.entities:
+            by_label.setdefault((entity, passage.aspect), {})[passage.id] = 1
+    targets: dict[tuple[str, str], int] = {}
+    for i in rng.permutation(len(pool)):
+        if len(targets) == n_queries:
+            break
+        entity = pool[i].entities[rng.integers(len(pool[i].entities))]
+        targets.setdefault((entity, pool[i].aspect), int(i))
+    ids = {f"q{k}": label for k, label in enumerate(targets)}
+    data = MedQuad(
+        queries={q: query_text(*label) for q, label in ids.items()},
+        aspects={q: aspect for q, (_, aspect) in ids.items()},
+        passages={p.id: p.text for p in pool},
+        qrels={q: by_label[label] for q, label in ids.items()},
+        unanswerable=[],
+    )
+    n_candidates = min(n_candidates, len(pool))
+    candidates = np.empty((len(ids), n_candidates), dtype=np.int64)
+    for row, target in enumerate(targets.values()):
+        others = rng.choice(len(pool) - 1, n_candidates - 1, replace=False)
+        candidates[row] = [target, *(others + (others >= target))]  # positions after the target move up by one
+    return data, candidates
+
+
+def question_aspect(question: str) -> str | None:
+    """The aspect that a question of a MedQuAD-like source asks for, by its type; None where no type fits."""
+    question = question.lower()
+    return next((aspect for aspect, pattern in QUESTION_TYPES.items() if re.search(pattern, question)), None)
+
+
+def question_type_agreement(folder: str | Path | None = None) -> tuple[int, int]:
+    """How many of MedQuAD's questions get their own aspect label from question_aspect, and how many there are.
+
+    `folder` as public_data.locate's. Raises DataError for a missing file or a malformed line."""
+    path = public_data.locate("medquad", folder, missing_ok=False) / "medquad/queries.jsonl.gz"
+    asked = [(row["text"], row["aspect"]) for _, _, row in read_json_lines(path, ("text", "aspect"))]
+    return sum(question_aspect(question) == aspect for question, aspect in asked), len(asked)
+
+
+def medquad_passages(data: MedQuad, max_words: int | None = None) -> list[Passage]:
+    """MedQuAD's passages amid their document's, in the data's order; without labels, since nothing trains on them.
+
+    Passage ids are `<document>-<k>`. `max_words` cuts each passage's end off."""
+
+    def cut(text: str) -> list[str]:
+        kept, words = [], 0
+        for sentence in split_sentences(text) or [clean(text)]:
+            left = None if max_words is None else max_words - words
+            if left is not None and left <= 0:
+                break
+            kept.append(" ".join(sentence.split()[:left]))
+            words += kept[-1].count(" ") + 1
+        return kept
+
+    sentences = {i: cut(text) for i, text in data.passages.items()}
+    documents: dict[str, list[str]] = {}
+    spans = {}
+    for i in data.passages:
+        document = documents.setdefault(i.rsplit("-", 1)[0], [])
+        spans[i] = (len(document), len(document) + len(sentences[i]))
+        document += sentences[i]
+    whole = {name: tuple(document) for name, document in documents.items()}
+    return [Passage(i, d := i.rsplit("-", 1)[0], None, (), whole[d], *spans[i]) for i in data.passages]
+
+
+def with_query_form(data: MedQuad) -> MedQuad:
+    """MedQuAD's queries "entity aspect" in CAPR's form, "entity ; aspect"."""
+    queries = {
+        q: query_text(clean(text.removesuffix(f" {data.aspects[q]}")), data.aspects[q])
+        for q, text in data.queries.items()
+    }
+    return replace(data, queries=queries)
+
+
+def query_sample(data: MedQuad, candidates: np.ndarray, n: int, seed: int = 0) -> tuple[MedQuad, np.ndarray]:
+    """`n` random queries and their candidates, for models too slow for all; passages that are nobody's are left out.
+
+    Returns the smaller data, in the first order, and candidate positions in it."""
+    rows = np.sort(np.random.default_rng(seed).permutation(len(data.queries))[:n])
+    ids = [list(data.queries)[row] for row in rows]
+    used = np.unique(candidates[rows])
+    passages = list(data.passages.items())
+    kept = {name: {q: getattr(data, name)[q] for q in ids} for name in ("queries", "aspects", "qrels")}
+    smaller = replace(data, passages=dict(passages[i] for i in used), **kept)
+    return smaller, np.searchsorted(used, candidates[rows])
+
+
+def properties(passages: Sequence[Passage], n_tokens: Sequence[int]) -> pd.Series:
+    """The rows of CAPR's Tables 1 and 2: counts and mean lengths; `n_tokens` is each passage's number of tokens."""
+    documents = {p.document_id: p.document for p in passages}
+    n_sentences = sum(p.end - p.start for p in passages)
+    return pd.Series(
+        {
+            "documents": len(documents),
+            "passages": len(passages),
+            "sentences per document": float(np.mean([len(document) for document in documents.values()])),
+            "sentences per passage": n_sentences / len(passages),
+            "tokens per passage": float(np.mean(n_tokens)),
+            "tokens per sentence": float(np.sum(n_tokens)) / n_sentences,
+        }
+    )

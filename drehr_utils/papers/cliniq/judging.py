@@ -1,0 +1,282 @@
+"""Relevance judgments of chunks for queries (CliniQ §3.3).
+
+String matches by program, for every query over the whole corpus. Beyond them, a language model judges each chunk for
+the queries of its own patient: synonym, abbreviation, hyponym, implication or not relevant, with its reason first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from ahocorasick_rs import AhoCorasick, MatchKind
+
+from drehr_utils.config import CliniqSizes
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
+from drehr_utils.errors import DataError
+from drehr_utils.llm.client import cost_estimate
+from drehr_utils.llm.prompts import PROMPTS, Request
+from drehr_utils.llm.servers import Server
+from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
+
+NOT_RELEVANT = "not relevant"
+SEMANTIC_TYPES = tuple(kind for kind in MATCH_TYPES if kind != "string")
+LABELS = (*SEMANTIC_TYPES, NOT_RELEVANT)
+Pair = tuple[str, str]  # (query id, chunk id)
+
+JUDGMENT_COLUMNS = ("query-id", "corpus-id", "match_type")
+
+# --- string matches --------------------------------------------------------------------------------------------------
+
+
+def string_matches(queries: dict[str, str], corpus: dict[str, str]) -> set[Pair]:
+    """Every (query, chunk) where the query's text stands in the chunk, no letter or digit before or after it.
+
+    Both are lower case already. Over all queries and chunks, whoever's patient they are (CliniQ §3.3)."""
+    ids = [query_id for query_id, text in queries.items() if text]
+    texts = [queries[query_id] for query_id in ids]
+    automaton = AhoCorasick(texts, matchkind=MatchKind.Standard)
+    found = set()
+    for chunk_id, chunk in corpus.items():
+        for index, start, end in automaton.find_matches_as_indexes(chunk, overlapping=True):
+            inside = (start and chunk[start - 1].isalnum()) or (end < len(chunk) and chunk[end].isalnum())
+            if not inside:
+                found.add((ids[index], chunk_id))
+    return found
+
+
+def own_pairs(benchmark: Benchmark) -> list[Pair]:
+    """Each query of each patient with each chunk of the patient's note, in the benchmark's order."""
+    return [(q, c) for patient in benchmark.patients for c in patient.chunk_ids for q in patient.query_ids]
+
+
+# --- the language model ----------------------------------------------------------------------------------------------
+
+JUDGMENT_TASK = "relevance_judgment"
+JUDGMENT_PROMPT = """\
+You are a physician who reviews a part of a patient's discharge summary. For each numbered term below it, decide whether
+the part holds information that a physician who searches the record for the term would want to find, and how it says it.
+
+synonym: the part names the same thing in other words, or in another form or order of the words.
+abbreviation: the part names the same thing by a short form of it, such as an acronym ("ra" for rheumatoid arthritis).
+hyponym: the part names a kind of it, something narrower ("acute tubular necrosis" for acute renal failure).
+implication: the part doesn't name it, but says something from which a physician concludes it, such as its specific
+treatment, finding or cause ("amlodipine" for hypertension).
+not relevant: none of these. What is only remotely connected, or could have many other reasons, is not relevant.
+
+If several fit, take the first that does. Think about each term before you decide. Answer with one line for each term
+and nothing else: the term's number, your reasoning in a few words, and one of synonym, abbreviation, hyponym,
+implication, not relevant, separated by " | ". For example:
+1 | "htn" is short for the term | abbreviation
+2 | nothing in the part speaks of it | not relevant
+
+Part of the record:
+{note}
+
+Your lines:"""
+PROMPTS.setdefault(JUDGMENT_TASK, JUDGMENT_PROMPT)
+
+
+DEFAULTS = CliniqSizes()
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call: a chunk and some of its patient's queries; `request` is what is sent."""
+
+    chunk_id: str
+    query_ids: tuple[str, ...]
+    request: Request
+
+
+def _question(
+    request_id: str, chunk_id: str, chunk: str, query_ids: Sequence[str], queries: dict[str, str]
+) -> Question:
+    terms = "\n".join(f"{i}. {queries[query_id]}" for i, query_id in enumerate(query_ids, start=1))
+    return Question(chunk_id, tuple(query_ids), Request(JUDGMENT_TASK, request_id, f"{chunk}\n\nTerms:\n{terms}"))
+
+
+def judgment_questions(benchmark: Benchmark, strings: set[Pair], settings: CliniqSizes = DEFAULTS) -> list[Question]:
+    """The calls that judge each chunk for its own patient's queries, those that it matches as a string left out."""
+    questions = []
+    for patient in benchmark.patients:
+        for chunk_id in patient.chunk_ids:
+            asked = [q for q in patient.query_ids if (q, chunk_id) not in strings]
+            for part, start in enumerate(range(0, len(asked), settings.terms_per_call)):
+                batch = asked[start : start + settings.terms_per_call]
+                text = benchmark.corpus[chunk_id]
+                questions.append(_question(f"{chunk_id}#{part}", chunk_id, text, batch, benchmark.queries))
+    return questions
+
+
+@dataclass(frozen=True)
+class JudgingCost:
+    """What judging would send and get if every answer were good at the first attempt; tokens are estimated."""
+
+    calls: int
+    pairs: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def judging_cost(questions: Iterable[Question], settings: CliniqSizes = DEFAULTS) -> JudgingCost:
+    """The cost of asking `questions`, before anything is sent: 4 characters a token, a fixed length an answer line."""
+    questions = list(questions)
+    cost = cost_estimate(question.request for question in questions)
+    pairs = sum(len(question.query_ids) for question in questions)
+    return JudgingCost(cost.calls, pairs, cost.prompt_tokens, pairs * settings.answer_tokens_per_term)
+
+
+_LINE = re.compile(rf"(\d{{1,4}})\s*\|\s*(\S.*?)\s*\|\s*({'|'.join(LABELS)})", re.IGNORECASE)
+
+
+def parse_judgments(answer: str, n_terms: int) -> tuple[dict[int, str], list[str]]:
+    """Labels by term number (from 1) in an answer, and what was malformed in it; total, it raises on no string.
+
+    Strict: a line is `number | reason | label`, whole. A line of another form, a number that isn't asked for and a
+    term that is missing are problems; a term with two labels gets none."""
+    labels: dict[int, str] = {}
+    twice: set[int] = set()
+    problems = []
+    for line in filter(None, map(str.strip, without_thinking(answer).splitlines())):
+        match = _LINE.fullmatch(line)
+        number = int(match[1]) if match else 0
+        if match is None:
+            problems.append("not a line of the format")
+        elif not 1 <= number <= n_terms:
+            problems.append("a term that was not asked for")
+        elif labels.setdefault(number, match[3].lower()) != match[3].lower():
+            twice.add(number)
+    problems += ["two labels for a term"] * len(twice)
+    labels = {number: label for number, label in labels.items() if number not in twice}
+    problems += ["a term without a judgment"] * (n_terms - len(labels) - len(twice))
+    return labels, problems
+
+
+@dataclass
+class Judged:
+    """One judge's work: a label for each judged pair, the pairs that stayed without, and how the asking went.
+
+    An unjudged pair counts as not relevant in what follows, and is counted here."""
+
+    labels: dict[Pair, str] = field(default_factory=dict)
+    unjudged: list[Pair] = field(default_factory=list)
+    report: AskReport = field(default_factory=AskReport)
+
+    @property
+    def relevant(self) -> dict[Pair, str]:
+        return {pair: label for pair, label in self.labels.items() if label != NOT_RELEVANT}
+
+    def frame(self) -> pd.DataFrame:
+        """The asking's counters, then pairs by label: columns `what`, `count`."""
+        counts = Counter(self.labels.values())
+        rows = [(f"pairs: {label}", counts[label]) for label in LABELS] + [("pairs unjudged", len(self.unjudged))]
+        return pd.concat([self.report.frame(), pd.DataFrame(rows, columns=["what", "count"])], ignore_index=True)
+
+
+def judge(
+    benchmark: Benchmark,
+    questions: Sequence[Question],
+    *,
+    server: Server | None = None,
+    store: Path | None = None,
+    recorded: Sequence[Path] = (),
+    settings: CliniqSizes = DEFAULTS,
+    progress: bool = True,
+) -> Judged:
+    """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted.
+
+    Every answer is in `store` before the next is asked, so a run that was stopped goes on where it was."""
+    judged, by_id = Judged(), {question.request.id: question for question in questions}
+
+    def parse(request: Request, answer: str) -> Parsed:
+        question = by_id[request.id]
+        labels, problems = parse_judgments(answer, len(question.query_ids))
+        for number, label in labels.items():
+            judged.labels[question.query_ids[number - 1], question.chunk_id] = label
+        left = [q for number, q in enumerate(question.query_ids, start=1) if number not in labels]
+        if not left:
+            return Parsed(None, problems)
+        text = benchmark.corpus[question.chunk_id]
+        by_id[request.id] = again = _question(request.id, question.chunk_id, text, left, benchmark.queries)
+        return Parsed(again.request, problems)
+
+    judged.report = ask_strictly(
+        [question.request for question in questions], parse, attempts=settings.attempts, recorded=recorded,
+        store=store, server=server, progress=progress,
+        max_tokens=max(512, 3 * settings.answer_tokens_per_term * settings.terms_per_call),
+    )  # fmt: skip
+    judged.unjudged = [
+        (query_id, by_id[request.id].chunk_id)
+        for request in judged.report.given_up
+        for query_id in by_id[request.id].query_ids
+    ]
+    return judged
+
+
+# --- judgments on disk, and two judges' made one ---------------------------------------------------------------------
+
+
+def read_judgments(path: Path, benchmark: Benchmark, strings: set[Pair]) -> dict[Pair, str]:
+    """Labels of a `query-id, corpus-id, match_type` table; pairs that it doesn't have were judged not relevant.
+
+    Raises DataError, naming file, row and field, for a missing file, an unknown query, chunk or label, a repeated
+    pair, and a pair that was not to be judged: another patient's, or a string match."""
+    path = Path(path)
+    where = "/".join(path.parts[-2:])
+    if not path.exists():
+        raise DataError(f"{where}: no such file; judge the chunks first (judging.judge)")
+    asked, judgments = set(own_pairs(benchmark)), {}
+    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        cells = line.split("\t")
+        if row == 1:
+            if tuple(cells) != JUDGMENT_COLUMNS:
+                raise DataError(f"{where}, row 1: the header must be {', '.join(JUDGMENT_COLUMNS)}, separated by tabs")
+            continue
+        if len(cells) != len(JUDGMENT_COLUMNS):
+            raise DataError(f"{where}, row {row}: {len(cells)} fields; there must be {len(JUDGMENT_COLUMNS)}")
+        query_id, chunk_id, label = cells
+        pair = (query_id, chunk_id)
+        if query_id not in benchmark.queries:
+            raise DataError(f"{where}, row {row}, field query-id: {query_id!r} is no query of the benchmark")
+        if chunk_id not in benchmark.corpus:
+            raise DataError(f"{where}, row {row}, field corpus-id: {chunk_id!r} is no chunk of the benchmark")
+        if label not in LABELS:
+            raise DataError(f"{where}, row {row}, field match_type: {label!r} is none of {', '.join(LABELS)}")
+        if pair not in asked:
+            raise DataError(f"{where}, row {row}: {query_id} is not a query of {chunk_id}'s patient")
+        if pair in strings:
+            raise DataError(f"{where}, row {row}: {query_id} matches {chunk_id} as a string; that is not judged")
+        if pair in judgments:
+            raise DataError(f"{where}, row {row}: {query_id} with {chunk_id} is there twice; keep one")
+        judgments[pair] = label
+    return judgments
+
+
+def write_judgments(judgments: dict[Pair, str], path: Path) -> None:
+    """The relevant pairs, sorted, as `read_judgments` reads them."""
+    lines = ["\t".join(JUDGMENT_COLUMNS)]
+    lines += ["\t".join((*pair, label)) for pair, label in sorted(judgments.items()) if label != NOT_RELEVANT]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(("\n".join(lines) + "\n").encode())
+
+
+def combine_judgments(
+    first: dict[Pair, str], second: dict[Pair, str] | None = None, third: dict[Pair, str] | None = None
+) -> dict[Pair, str]:
+    """Final match types of the relevant pairs. One judge: as judged. Two: the first's type where both say relevant,
+    the third's answer where one does. Raises DataError for such a pair that the third didn't decide."""
+    relevant = [{p: label for p, label in judge.items() if label != NOT_RELEVANT} for judge in (first, second or {})]
+    if second is None:
+        return relevant[0]
+    final = {pair: label for pair, label in relevant[0].items() if pair in relevant[1]}
+    for pair in relevant[0].keys() ^ relevant[1].keys():
+        if pair not in (third or {}):
+            raise DataError(f"adjudicated.tsv: no decision for {pair[0]} with {pair[1]}, on which the judges disagree")
+        if third[pair] != NOT_RELEVANT:
+            final[pair] = third[pair]
+    return final

@@ -1,0 +1,241 @@
+"""The authors' own CliniQ, joined with a local MIMIC-III (CliniQ §1, §3.1, §5.1).
+
+    python -m drehr_utils.papers.cliniq.release --release DIR --mimic DIR --out DIR
+
+The release holds no notes: a user who may read MIMIC-III cuts them anew. The layout assumed here is that of the
+authors' repository, github.com/zhao-zy15/CliniQ, folder `benchmark` (the same files are on Hugging Face, data set
+THUMedInfo/CliniQ), as its README, preprocessing and evaluation scripts describe it; this project has no copy of it:
+
+- `test_hadm_ids.txt`: an admission's id a line;
+- `queries_disease.jsonl`, `queries_procedure.jsonl`, `queries_drug.jsonl`: `_id` (unique over the three), `text`;
+- `qrels_disease.tsv`, `qrels_procedure.tsv`, `qrels_drug.tsv`: no header; query id, chunk id, match type. A chunk's
+  id is `<hadm_id>_<k>`, k from 0.
+
+The judgments point into chunks by number, so the notes are cut as the authors' script cuts them, which differs from
+notes.clean: the first discharge summary of an admission in NOTEEVENTS; all that stands in square brackets on a line
+goes; 100 words with 10 shared. Letters are lower-cased, as the paper says; the script leaves them, which changes no
+chunk's bounds.
+
+The release doesn't say which queries are a patient's own. A patient's searches here are the queries that have a
+relevant chunk in the note (§4.1), which gives the paper's 27.9 a patient; in the qrels' last column a query that has a
+semantic judgment in the note is `own` (only own codes were judged), one with string matches alone `unknown`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
+from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import tables
+from drehr_utils.files import read_json_lines
+from drehr_utils.papers.cliniq.construction import save_benchmark
+from drehr_utils.papers.cliniq.judging import Pair
+from drehr_utils.papers.cliniq.statistics import statistics_rows
+from drehr_utils.profiles import ROOT
+
+RELEASE = "the authors' repository, github.com/zhao-zy15/CliniQ (folder benchmark), or Hugging Face, THUMedInfo/CliniQ"
+PHYSIONET = "PhysioNet, physionet.org/content/mimiciii/1.4 (credentialed access)"
+OUT = ROOT / "data/cache/cliniq_release"  # git-ignored: it holds notes under a data use agreement
+MIN_CHUNKS = 5  # the authors' evaluation script leaves shorter notes out of Single-Patient Retrieval
+
+
+@dataclass
+class Release:
+    """The files of the authors' release: admissions, query texts and types, match types by (query, chunk) pair.
+
+    `repeated` counts pairs that stand more than once, of which the first counts."""
+
+    hadm_ids: list[str]
+    queries: dict[str, str] = field(default_factory=dict)
+    query_types: dict[str, str] = field(default_factory=dict)
+    judgments: dict[Pair, str] = field(default_factory=dict)
+    repeated: int = 0
+
+
+def _release_file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / "benchmark" / name):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder.name}/: {name} is missing; it comes from {RELEASE}")
+
+
+def read_release(folder: Path) -> Release:
+    """Read a release (its folder, or the repository's root). Raises DataError, naming file, row and field."""
+    folder = Path(folder)
+    path = _release_file(folder, "test_hadm_ids.txt")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    for row, line in enumerate(lines, start=1):
+        if line and not line.isdecimal():
+            raise DataError(f"{path.name}, row {row}: {line!r} is no hadm_id; one number a line")
+    release = Release(list(dict.fromkeys(filter(None, lines))))
+    known = set(release.hadm_ids)
+    for kind in QUERY_TYPES:
+        path = _release_file(folder, f"queries_{kind}.jsonl")
+        for row, where, query in read_json_lines(path, ("_id", "text")):
+            if query["_id"] in release.queries:
+                raise DataError(
+                    f"{where}, row {row}, field _id: {query['_id']!r} is a query already; ids must be unique"
+                )
+            release.queries[query["_id"]] = query["text"]
+            release.query_types[query["_id"]] = kind
+    for kind in QUERY_TYPES:
+        path = _release_file(folder, f"qrels_{kind}.tsv")
+        for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            cells = line.split("\t")
+            if len(cells) != 3:
+                raise DataError(f"{path.name}, row {row}: {len(cells)} fields; query id, chunk id, match type are 3")
+            query_id, chunk_id, match_type = cells
+            if release.query_types.get(query_id) != kind:
+                raise DataError(f"{path.name}, row {row}, field query id: {query_id!r} is not in queries_{kind}.jsonl")
+            if match_type not in MATCH_TYPES:
+                raise DataError(f"{path.name}, row {row}, field match type: {match_type!r} is none of {MATCH_TYPES}")
+            hadm_id, _, number = chunk_id.rpartition("_")
+            if hadm_id not in known or not number.isdecimal():
+                raise DataError(
+                    f"{path.name}, row {row}, field chunk id: {chunk_id!r} is no <hadm_id>_<k> of test_hadm_ids.txt"
+                )
+            release.repeated += (query_id, chunk_id) in release.judgments
+            release.judgments.setdefault((query_id, chunk_id), match_type)
+    return release
+
+
+_BRACKETED = re.compile(r"\[.*?\]")  # on one line, as the authors' script has it
+
+
+def release_clean(text: str) -> str:
+    """A note without what stands in brackets, blanks and line ends folded, lower case; other characters stay."""
+    return re.sub(r"[ \n]+", " ", _BRACKETED.sub("", text)).strip().lower()
+
+
+def release_chunks(text: str, size: int = CHUNK_WORDS, overlap: int = OVERLAP_WORDS) -> list[str]:
+    """Windows of at most `size` words that share at most `overlap`, as the authors' splitter (LangChain's) cuts them.
+
+    It splits at blanks, but counts words at any white space: a piece with a tab inside is two words that stay
+    together. Where no piece is like that, these are notes.chunk_words."""
+    pieces = [(piece, len(piece.split())) for piece in text.split(" ") if piece]
+    chunks: list[str] = []
+    window: list[tuple[str, int]] = []
+    total = 0
+    for piece, words in pieces:
+        if window and total + words > size:
+            chunks.append(" ".join(part for part, _ in window).strip())
+            while total > overlap or (total and total + words > size):
+                total -= window.pop(0)[1]
+        window.append((piece, words))
+        total += words
+    chunks.append(" ".join(part for part, _ in window).strip())
+    return [chunk for chunk in chunks if chunk]
+
+
+def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> dict[str, str]:
+    """The first discharge summary's text of each admission, in NOTEEVENTS' order.
+
+    Raises DataError for a missing table and for admissions without a summary."""
+    folder = Path(folder)
+    path = find_table(folder, "NOTEEVENTS") or find_table(folder, "noteevents")
+    if path is None:
+        raise DataError(f"{folder.name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
+    wanted, found = set(hadm_ids), {}
+    for row, values in iter_rows(path, ("hadm_id", "category", "text")):
+        hadm_id = values["hadm_id"].strip().removesuffix(".0")
+        if hadm_id not in wanted or hadm_id in found or values["category"].strip().lower() != "discharge summary":
+            continue
+        if any("\ud800" <= c <= "\udfff" for c in values["text"]):
+            raise DataError(
+                f"{path.name}, row {row}, field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file"
+            )
+        found[hadm_id] = values["text"]
+    lost = [hadm_id for hadm_id in hadm_ids if hadm_id not in found]
+    if lost:
+        raise DataError(
+            f"{path.name}, field hadm_id: {len(lost)} of the release's {len(hadm_ids)} admissions have no discharge "
+            f"summary, {lost[0]} among them; take the whole NOTEEVENTS of MIMIC-III 1.4 from {PHYSIONET}"
+        )
+    return found
+
+
+def join_release(release: Release, notes: dict[str, str], as_evaluated: bool = False) -> Benchmark:
+    """The release's benchmark over the notes' chunks; note ids are hadm_ids.
+
+    `as_evaluated` leaves out the searches that the authors' evaluation script skips: notes of fewer than MIN_CHUNKS
+    chunks, and queries to which every chunk of the note is relevant. Raises DataError where judgments name chunks
+    that the notes don't have."""
+    corpus, patients, searches = {}, [], {}
+    for query_id, chunk_id in release.judgments:
+        hadm_id = chunk_id.rpartition("_")[0]
+        counts = searches.setdefault(hadm_id, Counter())
+        counts[query_id] += 1
+    position = {query_id: i for i, query_id in enumerate(release.queries)}
+    for hadm_id, text in notes.items():
+        chunks = {f"{hadm_id}_{k}": chunk for k, chunk in enumerate(release_chunks(release_clean(text)))}
+        corpus.update(chunks)
+        counts = searches.get(hadm_id, Counter())
+        if as_evaluated:
+            counts = {q: n for q, n in counts.items() if len(chunks) >= MIN_CHUNKS and n < len(chunks)}
+        patients.append(Patient(hadm_id, hadm_id, list(chunks), sorted(counts, key=position.__getitem__)))
+    lost = [pair for pair in release.judgments if pair[1] not in corpus]
+    if lost:
+        raise DataError(
+            f"qrels: {len(lost)} of {len(release.judgments)} judgments name a chunk that the notes don't have, "
+            f"{lost[0][1]} among them; NOTEEVENTS is another version's than MIMIC-III 1.4, from {PHYSIONET}"
+        )
+    match_types: dict[str, dict[str, str]] = {}
+    for (query_id, chunk_id), kind in sorted(release.judgments.items()):
+        match_types.setdefault(query_id, {})[chunk_id] = kind
+    qrels = {query_id: dict.fromkeys(judged, 1) for query_id, judged in match_types.items()}
+    return Benchmark(corpus, dict(release.queries), dict(release.query_types), patients, qrels, match_types)
+
+
+def origins(release: Release) -> dict[Pair, str]:
+    """`own` for pairs whose query has a semantic judgment in the note, `unknown` for the others."""
+    judged = {(q, c.rpartition("_")[0]) for (q, c), kind in release.judgments.items() if kind != "string"}
+    return {(q, c): "own" if (q, c.rpartition("_")[0]) in judged else "unknown" for q, c in release.judgments}
+
+
+def string_share(release: Release, benchmark: Benchmark) -> float:
+    """Share of the release's string matches whose query stands in the chunk: near 1 where ours are the authors'."""
+    strings = [pair for pair, kind in release.judgments.items() if kind == "string"]
+    hits = sum(release.queries[query_id] in benchmark.corpus[chunk_id] for query_id, chunk_id in strings)
+    return hits / len(strings) if strings else float("nan")
+
+
+def table1(benchmark: Benchmark) -> pd.DataFrame:
+    """CliniQ's Table 1 of the joined benchmark, the paper's beside it: equal where release and MIMIC are theirs."""
+    return tables.with_paper(statistics_rows(benchmark), tables.paper_figures("cliniq", 1), append=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: join, write `<out>/test` and Table 1, print counts; 1 and a message where something is missing."""
+    parser = argparse.ArgumentParser(prog="python -m drehr_utils.papers.cliniq.release", description=main.__doc__)
+    parser.add_argument("--release", type=Path, required=True, help=f"the release's folder; from {RELEASE}")
+    parser.add_argument("--mimic", type=Path, required=True, help=f"MIMIC-III's folder; from {PHYSIONET}")
+    parser.add_argument("--out", type=Path, default=OUT, help="default: data/cache/cliniq_release (git-ignored)")
+    parser.add_argument("--as-evaluated", action="store_true", help="skip the searches that the authors' script skips")
+    given = parser.parse_args(arguments)
+    try:
+        release = read_release(given.release)
+        notes = read_first_summaries(given.mimic, release.hadm_ids)
+        benchmark = join_release(release, notes, given.as_evaluated)
+        save_benchmark(benchmark, given.out, "test", origins(release))
+    except DataError as error:
+        print(error)
+        return 1
+    layout = tables.Layout(rows=("group",), columns=("setting",), decimals=1, bold=False)
+    print(tables.save_table(table1(benchmark), "cliniq_release_table1", layout, given.out).to_string())
+    print(f"{release.repeated} judgments stood more than once; the first counts.")
+    print(f"{100 * string_share(release, benchmark):.1f}% of the string matches stand in the chunk as it was cut here.")
+    print("Set DREHR_BENCHMARK to the output folder and run the notebooks under the profile mimic.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,263 @@
+"""The paper's ablations, and each departure from its recipe alone (DR.EHR §5.3, Tables 5 and 6).
+
+    python -m drehr_utils.papers.drehr.ablations --seeds 3    # Table 5's with three seeds: data/ablation_seeds.csv
+    python -m drehr_utils.papers.drehr.ablations --changes    # each change alone, on dev: data/recipe_changes.csv
+
+Both records are committed, grow by a row set at a time, and go on where they were cut off; `--remake` starts them
+anew. Notebooks 05 and 09 show them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import scipy.optimize
+
+from drehr_utils import artifacts, pipeline
+from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
+from drehr_utils.evaluation import intervals, metrics
+from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.training import encoders
+from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
+
+SEEDS, CHANGES = ROOT / "data/ablation_seeds.csv", ROOT / "data/recipe_changes.csv"
+WITHOUT, CONTROL = "w/o stage I", "w/o stage I, as many steps in all"
+STAGE1_ROWS = ("+ String Match", "+ Abbreviation", "+ KG-Synonym", "+ KG-Hypernym", "+ KG-Related")
+PLAIN, TOGETHER = "plain recipe", "all together"
+
+
+def shortened(profile: Profile, recipe: Recipe) -> Recipe:
+    """The recipe with `profile.ablation_share` of its steps, and nothing else changed: the budget of every row."""
+    n = len(pipeline.chunks(profile))
+
+    def cut(config: StageConfig | None) -> StageConfig | None:
+        if config is None or profile.ablation_share == 1:
+            return config
+        steps = max(1, n // config.batch_size) * config.epochs
+        steps = min(steps, config.max_steps) if config.max_steps else steps
+        return replace(config, max_steps=max(1, round(profile.ablation_share * steps)))
+
+    return replace(recipe, stage1=cut(recipe.stage1), stage2=cut(recipe.stage2))
+
+
+def stage1_ablation(profile: Profile) -> dict[str, Recipe]:
+    """Table 5's ablation: stage I without, then with one more source of positives a row; stage II is the same."""
+    plain = shortened(profile, profile.published)
+    rows = {WITHOUT: replace(plain, stage1=None)}
+    for last, name in enumerate(STAGE1_ROWS, start=1):
+        # All sources is None, as in the recipe itself, so that the last row shares its checkpoint.
+        sources = STAGE1_SOURCES[:last] if last < len(STAGE1_SOURCES) else None
+        rows[name] = replace(plain, stage1=replace(plain.stage1, sources=sources))
+    return rows
+
+
+def control(profile: Profile) -> Recipe:
+    """Stage II alone for the steps of both stages: what the ablation's other rows owe to training longer."""
+    first, second = (getattr(shortened(profile, profile.published), stage) for stage in ("stage1", "stage2"))
+    steps = second.max_steps and first.max_steps + second.max_steps
+    return Recipe(stage2=replace(second, max_steps=steps, epochs=first.epochs + second.epochs))
+
+
+def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
+    """Table 6's ablation: from the same stage I, stage II on one entity type alone, and on all of them (last)."""
+    plain = shortened(profile, profile.published)
+    rows = {
+        f"Stage I + {kind.capitalize()}": replace(plain, stage2=replace(plain.stage2, sources=(kind,)))
+        for kind in STAGE2_SOURCES
+    }
+    return rows | {"Stage I + all three": plain}
+
+
+def collapsed_loss(config: StageConfig) -> float:
+    """Equation 3's least value where all similarities are one s: what an encoder pays that tells nothing apart.
+
+    For a batch as the published recipe has it: one way, nothing masked. Every pair is then informative, so with P and N
+    of an anchor's positives and negatives it is log(1 + P e^(-α(s-λ)))/α + log(1 + N e^(β(s-λ)))/β, least over s."""
+    P, N = config.positives_per_chunk, config.positives_per_chunk * (config.batch_size - 1)
+
+    def loss(s: float) -> float:
+        pull = np.logaddexp(0, np.log(P) - config.alpha * (s - config.lam)) / config.alpha
+        return pull + np.logaddexp(0, np.log(N) + config.beta * (s - config.lam)) / config.beta
+
+    return float(scipy.optimize.minimize_scalar(loss, bounds=(-1, 1), method="bounded").fun)
+
+
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """The recipe with another seed for its batches and draws."""
+    first, second = (c if c is None else replace(c, seed=seed) for c in (recipe.stage1, recipe.stage2))
+    return replace(recipe, stage1=first, stage2=second)
+
+
+# --- each change of the recipe alone -----------------------------------------------------------------------------
+
+
+def _both(change: Callable[[StageConfig], StageConfig]) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: replace(recipe, stage1=change(recipe.stage1), stage2=change(recipe.stage2))
+
+
+def _draw_less(recipe: Recipe) -> Recipe:
+    weights = (("hypernym", 0.5), ("related", 0.25))
+    return replace(recipe, stage1=replace(recipe.stage1, draw_weights=weights))
+
+
+def _doubled(config: StageConfig) -> StageConfig:
+    steps = config.max_steps and max(1, config.max_steps // 2)  # about as many chunks are seen
+    return replace(config, batch_size=2 * config.batch_size, max_steps=steps, recompute=True)
+
+
+_CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
+    "contrast both ways": _both(lambda c: replace(c, both_ways=True)),
+    "false negatives masked": _both(lambda c: replace(c, mask_false_negatives=True)),
+    "hypernyms drawn 1/2, related 1/4 as often": _draw_less,
+    "8 hard negatives from the graph": _both(lambda c: replace(c, hard_negatives=8)),
+    "twice the positives a chunk": _both(lambda c: replace(c, positives_per_chunk=2 * c.positives_per_chunk)),
+    "temperature: beta 20 for 50": _both(lambda c: replace(c, beta=20.0)),
+    "twice the batch, half the steps, recomputed": _both(_doubled),
+    "half of the entities as questions": _both(lambda c: replace(c, templates=0.5)),
+}
+
+
+def recipe_changes(profile: Profile) -> dict[str, Recipe]:
+    """The plain (published) recipe, each change of it alone, and all of them together; all at the ablations' budget."""
+    plain = shortened(profile, profile.published)
+    together = plain
+    for change in _CHANGES.values():
+        together = change(together)
+    return {PLAIN: plain} | {name: change(plain) for name, change in _CHANGES.items()} | {TOGETHER: together}
+
+
+# --- scores ------------------------------------------------------------------------------------------------------
+
+
+def match_type_rows(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray | None) -> pd.DataFrame:
+    """Table 5's cells of one system: the Average of MRR, NDCG and MAP by match type, as intervals.result_rows."""
+    rows = []
+    for match_type in MATCH_TYPES:
+        values = metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
+        base = None
+        if start is not None:
+            base = metrics.single_patient(bench, start, match_type).query("metric == @metrics.AVERAGE")
+        if not values.empty:
+            rows.append(intervals.result_rows(name, "single", match_type, values, base))
+    return pd.concat(rows, ignore_index=True)
+
+
+def match_type_gains(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray) -> pd.DataFrame:
+    """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
+    rows = []
+    for match_type in MATCH_TYPES:
+        values, base = (
+            metrics.single_patient(bench, s, match_type).query("metric == @metrics.AVERAGE") for s in (scores, start)
+        )
+        if not values.empty:
+            rows.append(intervals.gain_rows(name, "single", match_type, values, base))
+    return pd.concat(rows, ignore_index=True)
+
+
+def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarray) -> pd.DataFrame:
+    """Single-Patient MAP and Multi-Patient R@100 of a changed recipe, and its gain on the plain one, with intervals."""
+    rows = []
+    for setting, metric, measure in (
+        ("single", "MAP", metrics.single_patient),
+        ("multi", "R@100", metrics.multi_patient),
+    ):
+        values, base = (frame[frame["metric"] == metric] for frame in (measure(bench, scores), measure(bench, plain)))
+        gain = intervals.gain_rows(name, setting, "all", values, base).rename(columns={"ours": "gain"})
+        rows.append(gain.assign(ours=values["value"].mean()).drop(columns=["paper", "group"]))
+    columns = ["system", "setting", "metric", "ours", "gain", "low", "high", "p"]
+    return pd.concat(rows, ignore_index=True)[columns]
+
+
+# --- the committed records ---------------------------------------------------------------------------------------
+
+
+def _place(profile: Profile, path: Path) -> Path:
+    """The committed record under `open`; another profile's goes to its cache."""
+    return path if profile.in_place else profile.cache / path.name
+
+
+def _record(path: Path, key: dict, make: Callable[[], pd.DataFrame]) -> None:
+    """Appends `make()`'s rows under `key`, which the record's first columns hold, unless they are there."""
+    done = pd.read_csv(path, dtype=dict.fromkeys(key, str)) if path.exists() else pd.DataFrame(columns=list(key))
+    if (done[list(key)] == pd.Series(key)).all(axis=1).any():
+        return
+    begin = time.time()
+    rows = make().round(4)
+    about = {"minutes": round((time.time() - begin) / 60, 1), "date": datetime.date.today().isoformat(),
+             "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
+    rows = rows.assign(**about)
+    for at, (name, value) in enumerate(key.items()):
+        rows.insert(at, name, value)
+    pd.concat([done, rows], ignore_index=True).to_csv(path, index=False)
+    print(f"{path.name}: {', '.join(key.values())} ({about['minutes']} min)", flush=True)
+
+
+def run_seeds(profile: Profile, seeds: int) -> None:
+    """Table 5's ablation and its control on test for each seed, into the record."""
+    path = _place(profile, SEEDS)
+    bench = pipeline.benchmark(profile, "test")
+    for seed in range(seeds):
+        for name, recipe in (stage1_ablation(profile) | {CONTROL: control(profile)}).items():
+            recipe = with_seed(recipe, seed)
+            key = {"recipe": artifacts.digest(recipe), "seed": str(seed)}
+
+            def make(name: str = name, recipe: Recipe = recipe) -> pd.DataFrame:
+                scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], bf16=True)
+                return match_type_rows(name, bench, scores, None)[["system", "group", "metric", "ours"]]
+
+            _record(path, key, make)
+
+
+def run_changes(profile: Profile) -> None:
+    """Each change of the recipe on dev, into the record."""
+    path = _place(profile, CHANGES)
+    bench, recipes = pipeline.benchmark(profile, "dev"), recipe_changes(profile)
+
+    def scores(recipe: Recipe) -> np.ndarray:
+        return pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], "dev", bf16=True)
+
+    for name, recipe in recipes.items():
+        key = {"recipe": artifacts.digest(recipe), "profile": profile.name}
+        _record(path, key, lambda n=name, r=recipe: change_rows(n, bench, scores(r), scores(recipes[PLAIN])))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (twenty minutes each)"
+    )
+    parser.add_argument(
+        "--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)"
+    )
+    parser.add_argument("--share", type=float, help="of the published steps (default: the profile's; 1 takes hours)")
+    parser.add_argument("--remake", action="store_true", help="forget what the record holds")
+    parser.add_argument("--profile", default="open")
+    options = parser.parse_args(arguments)
+    if not options.seeds and not options.changes:
+        parser.error("give --seeds N or --changes")
+    if options.share and not options.remake:
+        parser.error("a record holds one budget: give --share together with --remake")
+    profile = load_profile(options.profile)
+    if options.share:
+        profile = replace(profile, ablation_share=options.share)
+    for wanted, path, run in (
+        (options.seeds, SEEDS, lambda: run_seeds(profile, options.seeds)),
+        (options.changes, CHANGES, lambda: run_changes(profile)),
+    ):
+        if wanted:
+            if options.remake:
+                _place(profile, path).unlink(missing_ok=True)
+            run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Case studies: single judgments, chosen by rule, with the words that make the chunk relevant (DR.EHR §5.4, Table 7).
+
+The paper shows one success a match type, chosen by its authors. Here a rule chooses: the judgment whose rank gained
+most between two systems, and likewise the one that lost most.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils.data.benchmark import Benchmark, single_patient_tasks
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.knowledge.matching import EntityMatcher
+from drehr_utils.search.fusion import rank, tie_keys
+from drehr_utils.training import encoders
+
+SHORT_WORDS = 4  # a relevant span of more words is no case
+KEYS = ["query_id", "chunk_id", "match_type"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters of a chunk."""
+
+    start: int
+    end: int
+
+
+def relevant_span(
+    query: str, text: str, match_type: str, kg: KnowledgeGraph, matcher: EntityMatcher, max_words: int = SHORT_WORDS
+) -> Span | None:
+    """The first words of `text` that explain the judgment, as far as the graph can tell; None where it can't.
+
+    String: the query itself. Synonym and abbreviation: another name of a concept that the query names, one that the
+    graph has for an abbreviation or not; either where it doesn't say which of the concept's names are. Hyponym: a name
+    of a narrower concept, one or two steps down. Implication: a name of a concept that the graph relates to the
+    query's, in either direction. Both texts are lower-case."""
+    if match_type == "string":
+        found = re.search(rf"(?<!\w){re.escape(query)}(?!\w)", text)
+        return Span(*found.span()) if found and len(query.split()) <= max_words else None
+    asked = set(kg.cuis(query))
+    below = {narrow for cui in asked for narrow in kg.hyponyms(cui)}
+    below |= {narrow for cui in below for narrow in kg.hyponyms(cui)}
+    joined = {other for cui in asked for _, other in kg.related(cui)}
+    short = {name for cui in asked for name in kg.abbreviations.get(cui, ())}
+    for match in matcher.find(text):
+        named = set(kg.term2cui[match.term])
+        explains = {
+            "synonym": bool(named & asked) and match.term not in short,
+            "abbreviation": bool(named & asked) and (match.term in short or not short),
+            "hyponym": bool(named & below) and not named & asked,
+            "implication": bool(named & joined or asked & {o for cui in named for _, o in kg.related(cui)}),
+        }[match_type]
+        if explains and match.term != query and len(match.term.split()) <= max_words:
+            return Span(match.start, match.end)
+    return None
+
+
+def judged_ranks(benchmark: Benchmark, scores: Mapping[str, np.ndarray], match_type: str) -> pd.DataFrame:
+    """Every judgment of a match type with its chunk's rank under each system, 1 the best.
+
+    The pool is the patient's chunks without those relevant by another type, as Table 7 has it; `pool` is its size."""
+    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
+    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
+    ties = tie_keys(benchmark.queries, benchmark.corpus)
+    found = []
+    for task in single_patient_tasks(benchmark, match_type):
+        row, pool = rows[task.query_id], np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
+        places = {}
+        for system, matrix in scores.items():
+            order = rank(matrix[row, pool], ties[row, pool])
+            places[system] = {task.chunk_ids[i]: place for place, i in enumerate(order, start=1)}
+        for chunk_id in task.relevant:
+            ranks = {system: place[chunk_id] for system, place in places.items()}
+            found.append({"query_id": task.query_id, "chunk_id": chunk_id, "pool": len(pool), **ranks})
+    return pd.DataFrame(found, columns=["query_id", "chunk_id", "pool", *scores]).assign(match_type=match_type)
+
+
+def with_spans(judged: pd.DataFrame, benchmark: Benchmark, kg: KnowledgeGraph, matcher: EntityMatcher) -> pd.DataFrame:
+    """`judged` with `start` and `end` of the relevant span; judgments without a short one are left out."""
+    spans = [
+        relevant_span(benchmark.queries[q].lower(), benchmark.corpus[c], kind, kg, matcher)
+        for q, c, kind in judged[KEYS].itertuples(index=False)
+    ]
+    kept = np.array([span is not None for span in spans], dtype=bool)
+    places = [(span.start, span.end) for span in spans if span is not None]
+    return judged[kept].assign(start=[s for s, _ in places], end=[e for _, e in places])
+
+
+def largest_change(judged: pd.DataFrame, before: str, after: str, losses: bool = False) -> pd.Series | None:
+    """The judgment whose rank gained most from `before` to `after` (lost most, with `losses`); None where none did.
+
+    Of equal changes the one that ends better (gains) or began better (losses), then the first by ids."""
+    gain = (judged[before] - judged[after]) * (-1 if losses else 1)
+    then = judged[before] if losses else judged[after]
+    order = judged.assign(_gain=-gain, _then=then).sort_values(["_gain", "_then", "query_id", "chunk_id"])
+    return judged.loc[order.index[0]] if order["_gain"].iloc[0] < 0 else None
+
+
+def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer]) -> pd.DataFrame:
+    """Cosine of query and relevant span, a row a case and a column a model (Table 7's second figure)."""
+    spans = [benchmark.corpus[c][s:e] for c, s, e in cases[["chunk_id", "start", "end"]].itertuples(index=False)]
+    queries = [benchmark.queries[q] for q in cases["query_id"]]
+    return pd.DataFrame(
+        {
+            system: (encoders.encode(model, queries) * encoders.encode(model, spans)).sum(axis=1)
+            for system, model in models.items()
+        },
+        index=cases.index,
+    )
+
+
+def span_percentiles(
+    cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer], others: Sequence[str]
+) -> pd.DataFrame:
+    """How many of `others`, relevant spans of any judgments, are less similar to a case's query than its own span, in
+    percent: what span_cosines can't say where training has moved all cosines up. A row a case, a column a model."""
+    own, queries = span_cosines(cases, benchmark, models), [benchmark.queries[q] for q in cases["query_id"]]
+    return pd.DataFrame(
+        {
+            system: 100
+            * (
+                encoders.encode(model, queries) @ encoders.encode(model, list(others)).T < own[[system]].to_numpy()
+            ).mean(axis=1)
+            for system, model in models.items()
+        },
+        index=cases.index,
+    )
+
+
+def snippet(text: str, span: Span, words: int = 8) -> str:
+    """The span in bold with some words on either side, as HTML."""
+    before, after = text[: span.start].split(" "), text[span.end :].split(" ")
+    left, right = " ".join(before[-words - 1 :]), " ".join(after[: words + 1])
+    marked = f"{html.escape(left)}<b>{html.escape(text[span.start : span.end])}</b>{html.escape(right)}"
+    return f"{'... ' if len(before) > words + 1 else ''}{marked}{' ...' if len(after) > words + 1 else ''}"

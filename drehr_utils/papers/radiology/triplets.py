@@ -1,0 +1,214 @@
+"""Training a sentence encoder with triplets (Radiology §2.3, Appendix A), and with a masked language model.
+
+A triplet is a query, a sentence that matches it and one that doesn't. Hard sampling takes the unmatched sentence most
+similar to the query; mega-batching (Wieting and Gimpel, 2018) looks for it in a larger pool than the batch of a step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from drehr_utils.config import MARGIN, TripletConfig
+from drehr_utils.errors import DataError
+from drehr_utils.papers.radiology.reports import Entry, SentenceQueries
+from drehr_utils.training import encoders
+from drehr_utils.training.encoders import embed_buckets, has_fast_bf16, token_buckets
+from drehr_utils.training.trainer import ContrastiveTrainer, StepBar, prepare_for_training
+
+SENTENCE_TOKENS = 48
+
+
+def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
+    """1 - cos of the rows of a and b, [n, dim] each: [n], from 0 to 2."""
+    return 1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)
+
+
+def triplet_loss(q: Tensor, m: Tensor, u: Tensor, margin: float = MARGIN) -> Tensor:
+    """Equation 1, averaged: max(|e_q - e_m| - |e_q - e_u| + margin, 0), |.| the cosine distance; inputs [n, dim]."""
+    return torch.relu(cosine_distance(q, m) - cosine_distance(q, u) + margin).mean()
+
+
+def sample_unmatched(
+    similarities: Tensor, matched: Tensor, hard: bool, generator: torch.Generator | None = None
+) -> Tensor:
+    """For each query the column of an unmatched sentence: the most similar one (hard), or any; -1 where all match.
+
+    `similarities` [queries, sentences], `matched` bool of the same shape."""
+    scores = similarities if hard else torch.rand(similarities.shape, generator=generator).to(similarities.device)
+    best = scores.masked_fill(matched, -torch.inf).argmax(dim=1)
+    return torch.where(matched.all(dim=1), -1, best)
+
+
+@dataclass
+class TripletSet:
+    """Entries as positions, [entries], in the unique queries and sentences; `matched` bool [queries, sentences]."""
+
+    queries: list[str]
+    sentences: list[str]
+    query_of: Tensor
+    sentence_of: Tensor
+    matched: Tensor
+
+    @classmethod
+    def build(cls, entries: Sequence[Entry]) -> TripletSet:
+        """Raises DataError where there is nothing to contrast."""
+        task = SentenceQueries.of(entries)
+        if len(task.matched) < 2 or len(task.sentences) < 2:
+            raise DataError("triplets: fewer than two queries or sentences; check the lexicon and the reports")
+        rows = {query: i for i, query in enumerate(task.matched)}
+        columns = {sentence: i for i, sentence in enumerate(task.sentences)}
+        matched = torch.zeros(len(rows), len(columns), dtype=torch.bool)
+        for query, at in task.matched.items():
+            matched[rows[query], torch.as_tensor(at)] = True
+        pairs = torch.tensor([(rows[e.query], columns[e.sentence]) for e in entries])
+        return cls(list(rows), list(columns), pairs[:, 0], pairs[:, 1], matched)
+
+    def __len__(self) -> int:
+        return len(self.query_of)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[int, int]:
+        return key
+
+
+def mega_batches(entries: int, config: TripletConfig) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+    """The pools of all epochs, and the steps: batches of (pool, entry) pairs, fixed by the seed.
+
+    Entries are shuffled anew each epoch and cut into pools of `mega_batch`, these into batches of `batch_size`; what is
+    left over of fewer than two entries is dropped. Every setting sees the same entries in the same order and steps."""
+    pools, steps = [], []
+    for epoch in range(config.epochs):
+        order = np.random.default_rng([config.seed, epoch]).permutation(entries).tolist()
+        size = max(config.mega_batch, config.batch_size)
+        for pool in (order[i : i + size] for i in range(0, entries, size)):
+            batches = [pool[i : i + config.batch_size] for i in range(0, len(pool), config.batch_size)]
+            steps += [[(len(pools), entry) for entry in batch] for batch in batches if len(batch) > 1]
+            pools.append(pool)
+    return pools, steps[: config.max_steps]
+
+
+class TripletTrainer(ContrastiveTrainer):
+    """ContrastiveTrainer over triplets; the unmatched sentences of a pool are chosen at its first step."""
+
+    def __init__(self, *args, data: TripletSet, pools: list[list[int]], **kwargs):
+        super().__init__(*args, reference=None, **kwargs)
+        self.data, self.pools = data, pools
+        self._mined: tuple[int, dict[int, int]] = (-1, {})
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        data, rows = self.data, inputs["entries"].tolist()
+        chosen = self._unmatched(model, int(inputs["pool"]), rows)
+        rows = [row for row in rows if chosen[row] >= 0]
+        if not rows:  # every sentence of the batch matches every query of it: nothing to learn
+            loss = torch.zeros((), device=self.args.device, requires_grad=True)
+            return (loss, {}) if return_outputs else loss
+        query, sentence = data.query_of[rows], data.sentence_of[rows]
+        unmatched = torch.tensor([chosen[row] for row in rows], dtype=torch.long)
+        q = self._embed(model, data.queries, query)
+        both = self._embed(model, data.sentences, torch.cat([sentence, unmatched]))
+        with torch.autocast(q.device.type, enabled=False):
+            loss = triplet_loss(q, both[: len(rows)], both[len(rows) :], self.config.margin)
+        return (loss, {}) if return_outputs else loss
+
+    def _unmatched(self, model, pool: int, rows: list[int]) -> dict[int, int]:
+        """Entry -> position of its unmatched sentence. Random sampling needs no inference."""
+        if self._mined[0] != pool:
+            entries = self.pools[pool]
+            query, columns = self.data.query_of[entries], self.data.sentence_of[entries].unique()
+            matched = self.data.matched[query][:, columns]
+            S = torch.zeros(matched.shape)
+            if self.config.hard:
+                with torch.no_grad():
+                    said = self._embed(model, self.data.sentences, columns)
+                    S = (self._embed(model, self.data.queries, query) @ said.T).float().cpu()
+            generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + pool)
+            best = sample_unmatched(S, matched, self.config.hard, generator)
+            found = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
+            self._mined = (pool, dict(zip(entries, found.tolist(), strict=True)))
+        return self._mined[1]
+
+    def _embed(self, model, texts: list[str], positions: Tensor) -> Tensor:
+        """Embeddings, float32 [positions, dim]; a text that repeats is encoded once."""
+        unique, back = positions.unique(return_inverse=True)
+        buckets = token_buckets(model, [texts[i] for i in unique.tolist()], SENTENCE_TOKENS, -(-len(unique) // 32))
+        buckets = [{key: value.to(self.args.device) for key, value in bucket.items()} for bucket in buckets]
+        return embed_buckets(model, buckets)[back.to(self.args.device)]
+
+
+def _collate(keys: list[tuple[int, int]]) -> dict[str, Tensor]:
+    return {"pool": torch.tensor(keys[0][0]), "entries": torch.tensor([entry for _, entry in keys])}
+
+
+def _arguments(folder: str, config: TripletConfig, steps: int, **changes) -> TrainingArguments:
+    settings = dict(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=config.batch_size, seed=config.seed,
+        learning_rate=config.learning_rate, weight_decay=config.weight_decay, lr_scheduler_type="linear",
+        warmup_steps=min(config.warmup_steps, steps // 10), optim="adamw_torch", bf16=has_fast_bf16(),
+        use_cpu=not torch.cuda.is_available(), data_seed=config.seed, logging_steps=1, save_strategy="no", report_to=[],
+        remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    return TrainingArguments(**(settings | changes))
+
+
+def train_triplets(
+    encoder: SentenceTransformer, entries: Sequence[Entry], config: TripletConfig, progress: bool = True
+) -> SentenceTransformer:
+    """Trains `encoder` in place on the entries with AdamW, warm-up and linear decay (Appendix A); returns it.
+
+    Takes a minute or two, so it keeps no checkpoints: what calls it caches the result."""
+    data = TripletSet.build(entries)
+    pools, steps = mega_batches(len(data), config)
+    prepare_for_training(encoder, config)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TripletTrainer(
+            model=encoder, args=_arguments(folder, config, len(steps)), train_dataset=data, data_collator=_collate,
+            callbacks=[StepBar(progress)], config=config, schedule=steps, data=data, pools=pools,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    trainer.accelerator.unwrap_model(encoder, keep_fp32_wrapper=False)  # or it would go on computing in bf16
+    return encoder
+
+
+def tune_mlm(
+    encoder: SentenceTransformer, sentences: Sequence[str], config: TripletConfig, progress: bool = True
+) -> SentenceTransformer:
+    """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A).
+
+    A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place."""
+    from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
+    from transformers.utils import logging
+
+    prepare_for_training(encoder, config)
+    ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
+    steps = max(1, config.epochs * len(ids) // config.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        encoders.save_encoder(encoder, Path(folder, "start"))
+        torch.manual_seed(config.seed)  # of the new head
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # says at length that the head is new
+        model = AutoModelForMaskedLM.from_pretrained(Path(folder, "start"), attn_implementation="eager")
+        logging.set_verbosity(level)
+        trainer = Trainer(
+            model=model,
+            args=_arguments(folder, config, min(steps, config.max_steps or steps)),
+            train_dataset=[{"input_ids": row} for row in ids],
+            data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, seed=config.seed),
+            callbacks=[StepBar(progress)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    body = getattr(model, model.base_model_prefix).state_dict()
+    missing = encoder[0].auto_model.load_state_dict(body, strict=False).missing_keys
+    if any(not key.startswith("pooler") for key in missing):
+        raise DataError(f"MLM tuning: {missing[0]} is not in the masked language model; use an encoder of its family")
+    return encoder

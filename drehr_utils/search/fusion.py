@@ -1,0 +1,59 @@
+"""Sparse and dense retrieval as score matrices [queries, chunks], and their fusion (CliniQ §4.2)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+def tie_keys(query_ids: Iterable[str], chunk_ids: Iterable[str], seed: int = 0) -> np.ndarray:
+    """uint64 [queries, chunks]: the order among equal scores, a pseudo-random one for each query.
+
+    It depends on the two ids and the seed only, so a system that gives all chunks one score gets chance's credit, not
+    the file order's (the first chunks of a note hold its diagnoses).
+    """
+    mixed = _hash_ids(query_ids, seed)[:, None] ^ _hash_ids(chunk_ids, seed + 1)[None, :]
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finaliser
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def rank(scores: np.ndarray, ties: np.ndarray) -> np.ndarray:
+    """Positions along the last axis from the best score down; equal scores in the order of `ties` (see tie_keys)."""
+    return np.lexsort((ties, -scores), axis=-1)
+
+
+def reciprocal_rank_fusion(runs: Sequence[np.ndarray], ties: np.ndarray, k: int = 60) -> np.ndarray:
+    """Sum over `runs` of 1 / (k + rank), ranks from 1 along the last axis (CliniQ §4.2.3, k = 60).
+
+    `runs` are score arrays of one shape, `ties` orders equal scores within each. Ranks belong to a pool: fuse the
+    note's scores for Single-Patient Retrieval, the corpus's for Multi-Patient (evaluation.py does so for a tuple).
+    """
+    fused = 0.0
+    for run in runs:
+        order = rank(np.asarray(run), ties)
+        places = np.empty(order.shape)
+        np.put_along_axis(places, order, np.arange(1.0, order.shape[-1] + 1), axis=-1)  # the inverse permutation
+        fused = fused + 1.0 / (k + places)
+    return fused
+
+
+def as_run(
+    scores: np.ndarray, query_ids: Sequence[str], chunk_ids: Sequence[str], k: int | None = None, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """A score matrix as BEIR's `{query: {chunk: score}}`, each query's `k` best (all: None), best first."""
+    order = rank(scores, tie_keys(query_ids, chunk_ids, seed))[:, :k]
+    return {
+        query_id: {chunk_ids[column]: float(scores[row, column]) for column in order[row]}
+        for row, query_id in enumerate(query_ids)
+    }
+
+
+def _hash_ids(ids: Iterable[str], seed: int) -> np.ndarray:
+    return np.array(
+        [int.from_bytes(hashlib.blake2b(f"{seed}:{i}".encode(), digest_size=8).digest(), "little") for i in ids],
+        dtype=np.uint64,
+    )

@@ -1,0 +1,234 @@
+"""Dense retrievers by name or path: each with its own pooling, prefixes and similarity (CliniQ §4.2.2).
+
+The settings are those that each model's authors document. `as_in_cliniq` makes of them what CliniQ's public evaluation
+script does: cosine similarity and 512 tokens for all, and bge without its instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers.processors import TemplateProcessing
+
+from drehr_utils import artifacts
+from drehr_utils.config import MINILM
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.errors import DataError
+from drehr_utils.search import embedding_api
+from drehr_utils.search.dense import dense_scores
+from drehr_utils.training.encoders import CHUNK_TOKENS, identity, load_encoder
+
+# What instruction-tuned retrievers are told; the wording is ours, the templates are the models'.
+TASK = "Given a medical entity, retrieve the passages of patients' records that are relevant to it"
+INSTRUCT = f"Instruct: {TASK}\nQuery: "
+SIMILARITIES = ("cosine", "dot")
+
+
+@dataclass(frozen=True)
+class RetrieverSpec:
+    """One dense retriever. `name` is the paper's, `model` a hub name, a folder (Path), or the API's model name."""
+
+    name: str
+    model: str | Path
+    query_model: str | Path | None = None  # where queries have an encoder of their own
+    pooling: str | None = None  # cls, mean or lasttoken; None: the modules saved with the model
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    similarity: str = "cosine"
+    query_tokens: int = CHUNK_TOKENS
+    passage_tokens: int = CHUNK_TOKENS
+    append_eos: bool = False  # the tokenizer doesn't add the end-of-text token whose state is pooled
+    padding_side: str | None = None  # None: the tokenizer's own
+    trust_remote_code: bool = False  # the model's own code is needed: bidirectional attention, latent pooling
+    dtype: str = "float32"
+    api: bool = False  # asked of an OpenAI-compatible server, see embedding_api.py
+
+    def __post_init__(self) -> None:
+        if self.similarity not in SIMILARITIES:
+            raise ValueError(f"{self.name}: similarity {self.similarity!r} is none of {', '.join(SIMILARITIES)}")
+
+
+_GTE = RetrieverSpec(  # its tokenizer, also remote code, ends every text with the token that is pooled
+    "gte-Qwen2-1.5B-Instruct", "Alibaba-NLP/gte-Qwen2-1.5B-instruct", pooling="lasttoken", query_prefix=INSTRUCT,
+    trust_remote_code=True,
+)  # fmt: skip
+_BMRETRIEVER = RetrieverSpec(
+    "BMRetriever-410M", "BMRetriever/BMRetriever-410M", pooling="lasttoken", query_prefix=f"{TASK}\nQuery: ",
+    passage_prefix="Represent this passage\npassage: ", similarity="dot", append_eos=True,
+)  # fmt: skip
+REGISTRY = {
+    spec.name: spec
+    for spec in (
+        # The packaged all-MiniLM-L6-v2; 512 tokens as everywhere in this project (its card cuts at 256).
+        RetrieverSpec("MiniLM (start)", MINILM),
+        RetrieverSpec(
+            "bge-base-en-v1.5", "BAAI/bge-base-en-v1.5", pooling="cls",
+            query_prefix="Represent this sentence for searching relevant passages: ",
+        ),
+        _GTE,
+        replace(_GTE, name="gte-Qwen2-7B-Instruct", model="Alibaba-NLP/gte-Qwen2-7B-instruct", dtype="bfloat16"),
+        RetrieverSpec(  # its pooling, a latent attention layer that skips the instruction, is in its own code
+            "NV-Embed-v2", "nvidia/NV-Embed-v2", query_prefix=INSTRUCT, append_eos=True, padding_side="right",
+            trust_remote_code=True, dtype="bfloat16",
+        ),
+        RetrieverSpec(  # trained with dot products; chunks have no title to pair with
+            "MedCPT", "ncbi/MedCPT-Article-Encoder", query_model="ncbi/MedCPT-Query-Encoder", pooling="cls",
+            similarity="dot", query_tokens=64,
+        ),
+        _BMRETRIEVER,
+        replace(_BMRETRIEVER, name="BMRetriever-2B", model="BMRetriever/BMRetriever-2B", dtype="bfloat16"),
+        replace(_BMRETRIEVER, name="BMRetriever-7B", model="BMRetriever/BMRetriever-7B", dtype="bfloat16"),
+        RetrieverSpec(
+            "text-embedding-3-large", "text-embedding-3-large", query_tokens=8191, passage_tokens=8191, api=True
+        ),
+    )
+}  # fmt: skip
+
+
+def find_retriever(name_or_path: str | Path) -> RetrieverSpec:
+    """The registry's entry of that name; else a folder, or a hub name with a slash, with its own pooling and cosine.
+
+    Raises DataError where it is none of the three.
+    """
+    if str(name_or_path) in REGISTRY:
+        return REGISTRY[str(name_or_path)]
+    path = Path(name_or_path)
+    if path.is_dir():
+        return RetrieverSpec(path.name, path.resolve())
+    if isinstance(name_or_path, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
+        return RetrieverSpec(path.name, name_or_path)
+    raise DataError(
+        f"retriever {path.name!r}: no folder, no hub name (owner/model), and none of {', '.join(REGISTRY)}; "
+        "correct DREHR_RETRIEVERS"
+    )
+
+
+def as_in_cliniq(spec: RetrieverSpec) -> RetrieverSpec:
+    """`spec` as CliniQ's public evaluation script runs it: cosine, 512 tokens, no instruction for bge."""
+    prefix = "" if spec.name.startswith("bge") else spec.query_prefix
+    tokens = {} if spec.api else {"query_tokens": CHUNK_TOKENS, "passage_tokens": CHUNK_TOKENS}
+    return replace(spec, similarity="cosine", query_prefix=prefix, **tokens)
+
+
+def load_retriever(spec: RetrieverSpec, device: str | None = None) -> tuple[SentenceTransformer, SentenceTransformer]:
+    """(query encoder, passage encoder) of a local model: the same object twice unless the spec names two.
+
+    Raises DataError for a folder or hub model that isn't on this machine and can't be fetched."""
+    passage = _load(spec, spec.model, spec.passage_tokens, device)
+    if spec.query_model is None:
+        return passage, passage
+    return _load(spec, spec.query_model, spec.query_tokens, device), passage
+
+
+def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str | None) -> SentenceTransformer:
+    if model == MINILM:
+        return load_encoder(MINILM, spec.pooling, max_tokens, device)
+    if isinstance(model, Path) and not model.exists():
+        raise DataError(f"{model.name}: no such model folder; give {spec.name} one that is there")
+    try:
+        encoder = SentenceTransformer(
+            str(model), device=device, trust_remote_code=spec.trust_remote_code, model_kwargs={"dtype": spec.dtype}
+        )
+    except OSError:  # transformers' text names the cache's folders
+        raise DataError(
+            f"{spec.name}: {Path(model).name} is not in the hub's cache, and could not be fetched; download it, give "
+            "its folder in DREHR_RETRIEVERS, or leave it out"
+        ) from None
+    encoder.max_seq_length = max_tokens
+    if spec.pooling is not None:
+        at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
+        encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=spec.pooling)
+    tokenizer = encoder.tokenizer
+    if spec.padding_side:
+        tokenizer.padding_side = spec.padding_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked, so any token serves
+    if spec.append_eos:
+        _end_with_eos(tokenizer)
+    return encoder
+
+
+def _end_with_eos(tokenizer) -> None:
+    """Makes the tokenizer end each text with its end-of-text token, which truncation then leaves room for."""
+    before = tokenizer("")["input_ids"]  # what it adds by itself: nothing, or a token at the start
+    if before[-1:] == [tokenizer.eos_token_id]:
+        return
+    tokens = [*tokenizer.convert_ids_to_tokens(before), tokenizer.eos_token]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*tokens[:-1], "$A", tokens[-1]],
+        special_tokens=list(zip(tokens, [*before, tokenizer.eos_token_id], strict=True)),
+    )
+
+
+def embed_texts(
+    spec: RetrieverSpec,
+    queries: Sequence[str],
+    passages: Sequence[str],
+    *,
+    device: str | None = None,
+    batch_size: int = 64,
+    progress: bool = False,
+    store: Path | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of queries [queries, dim] and passages [passages, dim], float32; unit length under cosine.
+
+    An API's embeddings are kept in the folder `store` as they come, so that a stopped run goes on where it was.
+    """
+    texts = ((spec.query_prefix, list(queries)), (spec.passage_prefix, list(passages)))
+    if spec.api:
+        server = embedding_api.server_from_env(str(spec.model))
+        found = [
+            embedding_api.embed([prefix + text for text in part], server, store, progress=progress)
+            for prefix, part in texts
+        ]
+    else:
+        found = [
+            _encode(encoder, part, prefix, batch_size, progress)
+            for encoder, (prefix, part) in zip(load_retriever(spec, device), texts, strict=True)
+        ]
+    if spec.similarity == "cosine":
+        found = [e / np.maximum(np.linalg.norm(e, axis=1, keepdims=True), np.finfo(np.float32).tiny) for e in found]
+    return found[0], found[1]
+
+
+def _encode(encoder: SentenceTransformer, texts: list[str], prefix: str, batch_size: int, progress: bool) -> np.ndarray:
+    encoder.eval()
+    # The prefix goes in as a prompt, so that a pooling that skips instructions (NV-Embed's) knows its length.
+    return encoder.encode(
+        texts, prompt=prefix or None, batch_size=batch_size, show_progress_bar=progress, convert_to_numpy=True
+    ).astype(np.float32)
+
+
+def similarity_scores(spec: RetrieverSpec, queries: np.ndarray, passages: np.ndarray) -> np.ndarray:
+    """float32 [queries, passages]: the spec's similarity of embed_texts' arrays. DataError where one isn't finite."""
+    if spec.similarity == "cosine":
+        return dense_scores(queries, passages)
+    if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
+        raise DataError(f"{spec.name}: embeddings that are not finite; load the model in float32")
+    return np.asarray(queries, np.float32) @ np.asarray(passages, np.float32).T
+
+
+def retriever_scores(
+    spec: RetrieverSpec, benchmark: Benchmark, folder: Path, device: str | None = None, progress: bool = False
+) -> np.ndarray:
+    """The retriever's score matrix of the benchmark [queries, chunks]; embeddings are kept in `folder`.
+
+    They are found again by the spec, the texts and, for a model folder, its files' bytes."""
+    queries, passages = list(benchmark.queries.values()), list(benchmark.corpus.values())
+    models = [identity(model) for model in (spec.model, spec.query_model) if model is not None]
+    settings = replace(spec, model="", query_model=None)  # by content, not by path
+    device_kind = "cuda" if torch.cuda.is_available() else "cpu"
+    key = artifacts.digest(embed_texts, settings, models, queries, passages, device_kind)
+    slug = re.sub(r"[^\w.-]+", "-", spec.name).strip("-")
+    sides = artifacts.cached_file(
+        folder / f"{slug}-{key}.npz",
+        lambda: embed_texts(spec, queries, passages, device=device, progress=progress, store=folder / "api"),
+    )
+    return similarity_scores(spec, *sides)

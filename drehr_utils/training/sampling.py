@@ -1,0 +1,214 @@
+"""What a step of training sees: chunks, their positive entities, and the batches of a schedule (DR.EHR §3.3, §4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from torch.utils.data import Dataset
+
+from drehr_utils.config import StageConfig
+from drehr_utils.data.notes import Chunk
+from drehr_utils.errors import DataError
+from drehr_utils.training.encoders import CHUNK_TOKENS, ENTITY_TOKENS, token_buckets
+from drehr_utils.training.positives import PositiveSets, as_question, substitute_aliases
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """What training asks of the knowledge graph, beyond the positive sets; the default knows nothing."""
+
+    spans: Callable[[str], list[tuple[int, int, list[str]]]] = lambda text: []  # positives.alias_spans of a text
+    concepts_in: Callable[[str], frozenset[str]] = lambda text: frozenset()  # ids of the concepts a text mentions
+    broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
+    related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
+    concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
+    confusable: Callable[[frozenset[str]], Sequence[str]] = lambda ids: ()  # terms narrower than these, or siblings
+    names: list[list[str]] = field(default_factory=list)  # of the concepts that may join a batch, the usual one first
+
+
+@dataclass
+class TrainingSet:
+    """Chunks and, for each, its positive terms. Chunks without any are left out, and counted."""
+
+    ids: list[str]
+    texts: list[str]
+    positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
+    weights: Callable[[int], Sequence[float] | None] = lambda k: None  # how likely each of its terms is drawn
+    without_positives: int = 0
+    graph: GraphView = field(default_factory=lambda: GraphView())
+    other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
+
+    @classmethod
+    def build(
+        cls,
+        chunks: Sequence[Chunk],
+        sets: PositiveSets,
+        sources: Sequence[str] | None = None,
+        graph: GraphView | None = None,
+        other_texts: Sequence[str] = (),
+        draw_weights: Sequence[tuple[str, float]] = (),
+    ) -> TrainingSet:
+        """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
+
+        draw_weights: StageConfig's, by source.
+
+        Raises DataError when the two don't belong together, or when no chunk has a positive."""
+        if [chunk.id for chunk in chunks] != sets.ids:
+            raise DataError("training set: the positive sets belong to other chunks; delete data/cache or run --fresh")
+        wanted = np.isin(sets.source, [sets.sources.index(name) for name in sources or sets.sources])
+        kept = np.unique(np.repeat(np.arange(len(sets)), np.diff(sets.offsets))[wanted])
+        if not len(kept):
+            raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
+        weight_of = dict(draw_weights)
+
+        def weights(k: int) -> list[float] | None:
+            source = sets.source_of(kept[k]) if weight_of else {}
+            return [weight_of.get(source[term], 1.0) for term in sets.of(kept[k], sources)] if weight_of else None
+
+        return cls(
+            [chunks[i].id for i in kept],
+            [chunks[i].text for i in kept],
+            lambda k: sets.of(kept[k], sources),
+            weights,
+            len(chunks) - len(kept),
+            graph or GraphView(),
+            list(other_texts),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def draw_positives(
+    terms: Sequence[str], n: int, rng: np.random.Generator, weights: Sequence[float] | None = None
+) -> list[str]:
+    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2).
+
+    weights: how likely each is to be in the sample, relative to the others; None: equally."""
+    if len(terms) >= n:
+        p = None if weights is None else np.divide(weights, sum(weights))
+        return [terms[i] for i in rng.choice(len(terms), n, replace=False, p=p)]
+    repeats = [terms[i] for i in rng.choice(len(terms), n - len(terms), replace=True)]
+    return list(terms) + repeats
+
+
+def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int = 0) -> list[list[tuple[int, int]]]:
+    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed; `concepts` follow the chunks' indices.
+
+    Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
+    epoch. A last batch that is not full is dropped."""
+    steps_an_epoch = max(1, len(note_ids) // config.batch_size)
+    steps = max(1, round(steps_an_epoch * config.epochs))
+    steps = min(steps, config.max_steps) if config.max_steps else steps
+    by_note: dict[str, list[int]] = {}
+    for i, note_id in enumerate(note_ids):
+        by_note.setdefault(note_id, []).append(i)
+    schedule: list[list[tuple[int, int]]] = []
+    epoch = 0
+    while len(schedule) < steps:
+        rng = np.random.default_rng([config.seed, epoch])
+        groups = []
+        for members in by_note.values():
+            members = rng.permutation(members).tolist()
+            groups += [members[i : i + config.chunks_per_note] for i in range(0, len(members), config.chunks_per_note)]
+        order = [i for g in rng.permutation(len(groups)) for i in groups[g]]
+        size = min(config.batch_size, len(order))
+        for start in range(0, len(order) - size + 1, size):
+            extra = rng.choice(concepts, min(config.concepts_per_batch, concepts), replace=False) if concepts else []
+            rows = order[start : start + size] + [len(note_ids) + int(c) for c in extra]
+            schedule.append([(epoch, i) for i in rows])
+        epoch += 1
+    return schedule[:steps]
+
+
+class Row(NamedTuple):
+    """One anchor of a batch."""
+
+    text: str
+    drawn: list[str]  # the positives that this step contrasts
+    positives: list[str]  # all of them
+    mentioned: frozenset[str] = frozenset()  # ids of the graph's concepts whose terms are positive for the text
+    left_out: frozenset[str] = frozenset()  # ids of those whose terms are neither positive nor negative
+    others: Sequence[str] = ()  # texts of other kinds, to be kept in place
+    hard: Sequence[str] = ()  # terms that are negatives of this text, and of no other for being listed here
+
+
+class PositivePairs(Dataset):
+    """(epoch, index) -> the row; fixed by seed, epoch and index."""
+
+    def __init__(self, data: TrainingSet, config: StageConfig):
+        self.data, self.config = data, config
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, key: tuple[int, int]) -> Row:
+        epoch, i = key
+        config, graph = self.config, self.data.graph
+        rng = np.random.default_rng([config.seed, 1 + epoch, i])
+        if i >= len(self.data):
+            text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
+            return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
+        terms, text = self.data.positives(i), self.data.texts[i]
+        drawn = draw_positives(terms, config.positives_per_chunk, rng, self.data.weights(i))
+        near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
+        mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
+        left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
+        if config.complete_hypernyms:
+            mentioned |= graph.broader(mentioned)
+        if config.substitution:
+            text = substitute_aliases(text, graph.spans(text), config.substitution, rng)
+        kept = config.kept_per_chunk if config.keep else 0
+        others = (
+            [self.data.other_texts[i] for i in rng.choice(len(self.data.other_texts), kept, replace=False)]
+            if kept
+            else []
+        )
+        near = sorted(set(near) - set(terms))
+        hard = [near[i] for i in rng.permutation(len(near))[: config.hard_negatives]]
+        return Row(text, drawn, terms, mentioned, left_out, others, hard)
+
+
+@dataclass
+class Collator:
+    """Tokenises a batch; an entity that repeats in it is tokenised, and later encoded, once."""
+
+    encoder: SentenceTransformer
+    concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
+    rows_per_bucket: int = 16
+    entity_buckets: int = 8
+    reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
+    templates: float = 0.0  # StageConfig's
+
+    def __call__(self, rows: list[Row]) -> dict:
+        terms = list(dict.fromkeys(term for row in rows for term in (*row.drawn, *row.hard)))
+        asked = [as_question(term, self.templates) for term in terms]
+        entity_tokens = ENTITY_TOKENS + 8 * bool(self.templates)
+        at = {term: u for u, term in enumerate(terms)}
+        known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
+        left_out, hard = torch.zeros_like(known), torch.zeros_like(known)
+        concepts = [self.concepts_of(term) for term in terms] if any(row.mentioned for row in rows) else []
+        for b, row in enumerate(rows):
+            known[b, [at[term] for term in row.positives if term in at]] = True
+            hard[b, [at[term] for term in row.hard]] = True
+            known[b, [u for u, ids in enumerate(concepts) if ids & row.mentioned]] = True
+            left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
+        buckets = -(-len(rows) // self.rows_per_bucket)
+        others = [text for row in rows for text in row.others]
+        kept = {}
+        for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
+            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
+        return {
+            "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
+            "entities": token_buckets(self.encoder, asked, entity_tokens, self.entity_buckets),
+            "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
+            "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
+            "left_out": left_out & ~known,  # likewise: neither positive nor negative
+            "hard": hard & ~known & ~left_out,  # likewise: the chunk's own hard negatives
+            **kept,
+        }

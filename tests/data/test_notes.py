@@ -1,0 +1,139 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from drehr_utils import pipeline
+from drehr_utils.data.notes import Note, chunk_note, chunk_words, clean, read_notes, read_splits
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import ROOT, load_profile
+
+HEADER = "note_id,subject_id,hadm_id,note_type,note_seq,charttime,storetime,text\n"
+
+
+def write_notes(folder: Path, rows: list[str] | bytes, name="discharge.csv") -> Path:
+    folder.mkdir(exist_ok=True)
+    data = rows if isinstance(rows, bytes) else (HEADER + "".join(rows)).encode()
+    (folder / name).write_bytes(data)
+    return folder
+
+
+def row(note_id, text, subject="1"):
+    return f'{note_id},{subject},2,DS,1,,,"{text}"\n'
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_rechunking_the_notes_gives_the_benchmarks_corpus_byte_for_byte(split):
+    profile = load_profile("open")
+    notes, _, splits = pipeline.notes(profile)
+    ours = "".join(
+        json.dumps({"_id": chunk.id, "title": "", "text": chunk.text}) + "\n"
+        for note in sorted(notes, key=lambda note: note.note_id)
+        if splits[note.note_id] == split
+        for chunk in chunk_note(note)
+    )
+    assert ours.encode() == (profile.benchmark / split / "corpus.jsonl").read_bytes()
+
+
+def test_cleaning_by_hand():
+    assert (
+        clean("Seen by Dr. [**Last\nName (STitle) 12**] on ___ ; BP 120/80!!! ---- a-b  C.")
+        == "seen by dr. on ; bp 120/80 a-b c."
+    )
+    assert clean("snake_case __x__ .. ...") == "snake_case x"
+
+
+@pytest.mark.parametrize("size", [1, 99, 100, 101, 190, 191, 280, 50_000])
+def test_chunks_cover_every_word_and_share_ten(size):
+    words = [str(i) for i in range(size)]
+    parts = chunk_words(words)
+    assert [w for part in parts[:-1] for w in part[:90]] + parts[-1] == words
+    assert all(len(part) == 100 for part in parts[:-1]) and 1 <= len(parts[-1]) <= 100
+    assert all(a[90:] == b[:10] for a, b in zip(parts, parts[1:], strict=False))
+    assert len(parts) == max(1, -(-(size - 10) // 90))
+
+
+def test_a_one_word_and_a_fifty_thousand_word_note(tmp_path):
+    folder = write_notes(tmp_path / "n", [row("a", "Stable"), row("b", "word " * 50_000)])
+    notes, report = read_notes(folder)
+    assert [len(chunk_note(note)) for note in notes] == [1, 556] and report.kept == 2
+    assert chunk_note(notes[0])[0].text == "stable"
+
+
+def test_a_missing_column_names_file_and_column(tmp_path):
+    folder = write_notes(tmp_path / "n", b"note_id,subject_id,text\na,1,x\n")
+    with pytest.raises(DataError, match=r"discharge\.csv, row 1: column hadm_id is missing"):
+        read_notes(folder)
+
+
+def test_no_table_says_what_is_expected(tmp_path):
+    with pytest.raises(DataError, match="DREHR_NOTES"):
+        read_notes(tmp_path)
+
+
+def test_empty_notes_and_bad_bytes_are_skipped_counted_and_located(tmp_path):
+    rows = HEADER.encode() + row("a", "fine").encode() + row("b", " ___ ").encode() + b'c,1,2,DS,1,,,"caf\xe9 \xff"\n'
+    notes, report = read_notes(write_notes(tmp_path / "n", rows))
+    assert [note.note_id for note in notes] == ["a"]
+    assert report.skipped == [(3, "text", "empty"), (4, "text", "bytes that are not UTF-8")]
+    assert "first at row" in report.frame().columns
+
+
+def test_a_repeated_row_is_skipped_but_a_conflicting_one_is_an_error(tmp_path):
+    _, report = read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "x y")]))
+    assert report.skipped == [(3, "note_id", "repeats an earlier row")]
+    with pytest.raises(DataError, match=r"row 3, field note_id: a stands in row 2 already"):
+        read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "secret words")]))
+
+
+def test_a_cut_row_a_missing_id_and_a_damaged_gzip(tmp_path):
+    with pytest.raises(DataError, match="row 2: no value for field text"):
+        read_notes(write_notes(tmp_path / "n", HEADER.encode() + b"a,1,2\n"))
+    with pytest.raises(DataError, match="row 2, field note_id: empty"):
+        read_notes(write_notes(tmp_path / "n", [row("", "text")]))
+    whole = gzip.compress((HEADER + row("a", "text " * 5000)).encode())
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "discharge.csv.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="discharge.csv.gz"):
+        read_notes(tmp_path / "z")
+
+
+def test_mimic3s_layout_is_read_too(tmp_path):
+    (tmp_path / "NOTEEVENTS.csv").write_text(
+        '"ROW_ID","SUBJECT_ID","HADM_ID","CHARTDATE","CATEGORY","DESCRIPTION","TEXT"\n'
+        '7,1,2,2101-01-01,"Discharge summary","Report","Admission Date: [**2101-1-1**]\nCHF"\n'
+        '8,1,2,2101-01-01,"Radiology","CHEST","no effusion"\n'
+    )
+    notes, report = read_notes(tmp_path)
+    assert notes == [Note("7", "1", "2", "Admission Date: [**2101-1-1**]\nCHF")] and report.rows == 1
+
+
+def test_splits_are_by_patient(tmp_path):
+    notes = [Note("a", "1", "2", "x"), Note("b", "1", "3", "y")]
+    (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,train\n1,b,test\n")
+    with pytest.raises(DataError, match="patient 1 is in more than one split"):
+        read_splits(tmp_path, notes)
+    (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,trian\n")
+    with pytest.raises(DataError, match="row 2, field split"):
+        read_splits(tmp_path, notes)
+    (tmp_path / "splits.csv").unlink()
+    hashed = read_splits(tmp_path, notes, dev_share=0.5, test_share=0.2)
+    assert hashed["a"] == hashed["b"]  # one patient, one split, without a table too
+
+
+def test_no_patient_of_dev_or_test_reaches_training():
+    profile = load_profile("open")
+    notes, _, splits = pipeline.notes(profile)
+    patients = {
+        split: {n.subject_id for n in notes if splits[n.note_id] == split} for split in ("train", "dev", "test")
+    }
+    assert not patients["train"] & (patients["dev"] | patients["test"]) and not patients["dev"] & patients["test"]
+    assert {split: len(p) for split, p in patients.items()} == {"train": 160, "dev": 32, "test": 96}
+    patient_of = {note.note_id: note.subject_id for note in notes}
+    for sets in (pipeline.chunks(profile),):
+        assert {patient_of[chunk.note_id] for chunk in sets} == patients["train"]
+    # what an LLM was asked about, and so every stage-II positive, is of training patients
+    recorded = ROOT / "data/llm_answers/train.jsonl.gz"
+    asked = {json.loads(line)["id"].rsplit("_", 1)[0] for line in gzip.open(recorded, "rt")}
+    assert {patient_of[note_id] for note_id in asked} <= patients["train"]

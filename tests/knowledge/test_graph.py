@@ -1,0 +1,386 @@
+"""The knowledge graph: BIOS's files, the open graph, UMLS (expected values worked by hand or known in medicine)."""
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+from umls_miniature import umls_release
+
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge import vocabularies
+from drehr_utils.knowledge.graph import KnowledgeGraph, kg_counts, load_bios, save_bios
+from drehr_utils.knowledge.umls import umls_to_bios
+from drehr_utils.knowledge.vocabularies import build_open_kg
+from drehr_utils.profiles import ROOT
+
+OPEN_KG = ROOT / "data/open_kg/concepts.tsv.gz"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The open graph, its folder, and the folder of a build in another process with another hash seed."""
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    code = (
+        "from drehr_utils.knowledge.graph import save_bios; from drehr_utils.knowledge.vocabularies import build_open_kg; "
+        f"save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stderr=subprocess.PIPE) as other:
+        kg = build_open_kg(OPEN_KG)
+        save_bios(kg, here)
+        _, errors = other.communicate()
+    assert other.returncode == 0, errors.decode()[-2000:]
+    return kg, here, there
+
+
+@pytest.fixture(scope="module")
+def kg(built) -> KnowledgeGraph:
+    return built[0]
+
+
+def names(kg: KnowledgeGraph, term: str) -> list[str]:
+    return [kg.cui2pt[cui] for cui in kg.cuis(term)]
+
+
+def one(kg: KnowledgeGraph, term: str) -> str:
+    (cui,) = kg.cuis(term)
+    return cui
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small() -> KnowledgeGraph:
+    kg = KnowledgeGraph(
+        cui2pt={"C1": "diabetes mellitus", "C2": "type 2 diabetes", "C3": "metformin", "C4": "dermatomyositis"},
+        is_a={"C2": ["C1"]},
+        relations={"C3": [("may_treat", "C1"), ("may_treat", "C2")], "C1": [("may_be_treated_by", "C3")]},
+        types={"C1": "disease", "C2": "disease", "C3": "drug", "C4": "disease"},
+        sources={"C1": ["A", "B"], "C2": ["A"], "C3": ["B"], "C4": ["B"]},
+    )
+    for cui, term in kg.cui2pt.items():
+        kg.add_term(cui, term)
+    kg.add_term("C3", "glucophage")
+    kg.add_abbreviation("C1", "dm")
+    kg.add_abbreviation("C4", "dm")
+    return kg
+
+
+def test_look_ups(small):
+    assert small.cuis(" DM ") == ["C1", "C4"]  # an ambiguous abbreviation
+    assert small.abbreviations == {"C1": ["dm"], "C4": ["dm"]}
+    assert small.synonyms("C3") == ["metformin", "glucophage"]
+    assert small.hypernyms("C2") == ["C1"] and small.hyponyms("C1") == ["C2"]
+    assert small.related("C3") == [("may_treat", "C1"), ("may_treat", "C2")]
+    assert small.cuis("aspirin") == small.synonyms("C9") == small.hyponyms("C9") == small.related("C9") == []
+
+
+def test_round_trip(small, tmp_path):
+    save_bios(small, tmp_path)
+    assert (tmp_path / "bios.txt").read_text().splitlines()[0] == "C1\tdiabetes mellitus"
+    loaded = load_bios(tmp_path)
+    assert loaded == small and not loaded.dropped
+    save_bios(loaded, tmp_path / "again")
+    first = digests(tmp_path / "again")
+    assert first == {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in first}
+
+
+def test_gzipped_and_mixed_case_files(small, tmp_path):
+    save_bios(small, tmp_path)
+    for name in ("bios.txt", "is_a.json"):
+        with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
+            file.write((tmp_path / name).read_bytes())
+        (tmp_path / name).unlink()
+    (tmp_path / "term2CUI.json").write_text(json.dumps({"Diabetes  Mellitus": ["C1"], "DM": ["C1", "C4"]}))
+    loaded = load_bios(tmp_path)
+    assert loaded.cuis("diabetes mellitus") == ["C1"] and loaded.cuis("dm") == ["C1", "C4"]
+    assert loaded.cuis("metformin") == ["C3"] and loaded.is_a == small.is_a
+    assert all(term == term.lower() for term in loaded.term2cui)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"C1\n", r"bios\.txt, row 2: 1 columns instead of 2"),
+        (b"C1\ta\tb\n", r"bios\.txt, row 2: 3 columns instead of 2"),
+        (b"C1\t \n", r"bios\.txt, row 2: field 'term' is empty"),
+        (b"\tterm\n", r"bios\.txt, row 2: field 'concept id' is empty"),
+    ],
+)
+def test_malformed_rows(small, tmp_path, line, message):
+    save_bios(small, tmp_path)
+    rows = (tmp_path / "bios.txt").read_bytes().splitlines(keepends=True)
+    (tmp_path / "bios.txt").write_bytes(b"".join([rows[0], line, *rows[1:]]))
+    with pytest.raises(DataError, match=message):
+        load_bios(tmp_path)
+    skipped = load_bios(tmp_path, on_error="skip")
+    assert skipped == small and sum(skipped.dropped.values()) == 1
+
+
+def test_unreadable_files(small, tmp_path):
+    save_bios(small, tmp_path)
+    good = (tmp_path / "bios.txt").read_bytes()
+    (tmp_path / "bios.txt").write_bytes(good + "C1\tménière\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"bios\.txt, row 8: not UTF-8"):
+        load_bios(tmp_path)
+    (tmp_path / "bios.txt").unlink()
+    with pytest.raises(DataError, match=r"bios\.txt.* is missing.*BIOS"):
+        load_bios(tmp_path)
+    (tmp_path / "bios.txt.gz").write_bytes(gzip.compress(good)[:-12])
+    with pytest.raises(DataError, match=r"bios\.txt\.gz.*broken gzip"):
+        load_bios(tmp_path)
+    (tmp_path / "bios.txt").write_bytes(good)
+    with pytest.raises(DataError, match="on_error"):
+        load_bios(tmp_path, on_error="ignore")
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("is_a", '{"C2": ["C1"]', r"is_a\.json, row 1, column 14: not JSON"),
+        ("is_a", "[]", r"is_a\.json: one JSON object expected, not list"),
+        ("CUI2pt", '{"C1": 3}', r"CUI2pt\.json, field 'C1': a term expected"),
+        ("CUI2term", '{"C1": "dm"}', r"CUI2term\.json, field 'C1': a list of terms"),
+        ("relations", '{"C1": [["may_treat"]]}', r"relations\.json, field 'C1': a list of \[relation, concept id\]"),
+    ],
+)
+def test_malformed_json(small, tmp_path, name, text, message):
+    save_bios(small, tmp_path)
+    (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_bios(tmp_path)
+
+
+def test_unknown_targets_are_dropped_and_counted(small, tmp_path):
+    save_bios(small, tmp_path)
+    (tmp_path / "is_a.json").write_text('{"C2": ["C1", "C8"], "C9": ["C1"]}')
+    (tmp_path / "relations.json").write_text('{"C3": [["may_treat", "C1"], ["may_treat", "C7"]]}')
+    loaded = load_bios(tmp_path)
+    assert loaded.is_a == {"C2": ["C1"]} and loaded.relations == {"C3": [("may_treat", "C1")]}
+    assert dict(loaded.dropped) == {"is_a.json: concept unknown": 2, "relations.json: concept unknown": 1}
+
+
+def test_counts(small):
+    counts = kg_counts(small)
+    assert counts["source"].values.tolist() == [["B", 3, 6], ["A", 2, 3]]  # B: C1, C3, C4 with two terms each
+    assert counts["type"].values.tolist() == [["disease", 3, 5], ["drug", 1, 2]]
+    assert counts["relation"].values.tolist() == [["may_treat", 2], ["is_a", 1], ["may_be_treated_by", 1]]
+
+
+# --- the open graph ------------------------------------------------------------------------------
+
+
+def test_two_builds_are_equal(built):
+    kg, here, there = built
+    assert digests(here) == digests(there)
+    assert load_bios(here) == kg
+
+
+def test_size_and_sources(kg):
+    counts = kg_counts(kg)
+    concepts = counts["source"].set_index("source")["concepts"]
+    assert 180_000 < len(kg.term2cui) < 240_000
+    assert 18_000 < concepts["DRUG"] < 21_000 and 16_000 < concepts["HPO"] < 20_000
+    assert 4_500 < concepts["MESH"] < 6_100 and 20_000 < concepts["ICD10CM"] < 40_000 and concepts["OPEN"] > 1_298
+    assert set(counts["type"]["type"]) >= {"disease", "drug", "procedure", "finding", "test", "device"}
+    edges = counts["relation"].set_index("relation")["edges"]
+    assert edges["may_treat"] == edges["may_be_treated_by"] > 3_000 and edges["is_a"] > 50_000
+
+
+def test_tables_agree(kg):
+    assert kg.cui2pt.keys() == kg.cui2terms.keys() == kg.types.keys() == kg.sources.keys()
+    for cui, terms in kg.cui2terms.items():
+        assert kg.cui2pt[cui] == terms[0] and len(set(terms)) == len(terms)
+        assert all(cui in kg.term2cui[term] for term in terms)
+    for cui, parents in kg.is_a.items():
+        assert cui not in parents and all(parent in kg.cui2pt for parent in parents)
+        assert not any(cui in kg.is_a.get(parent, ()) for parent in parents)  # no two are broader than one another
+    for cui, pairs in kg.relations.items():
+        assert all(other in kg.cui2pt and other != cui for _, other in pairs)
+        for relation, other in pairs:
+            inverse = {**vocabularies.INVERSE, **{b: a for a, b in vocabularies.INVERSE.items()}}[relation]
+            assert (inverse, cui) in kg.relations[other]
+
+
+def test_only_abbreviations_are_ambiguous(kg):
+    short = {(cui, term) for cui, terms in kg.abbreviations.items() for term in terms}
+    ambiguous = [term for term, cuis in kg.term2cui.items() if len(cuis) > 1]
+    assert 50 < len(ambiguous) < 400
+    assert all(any((cui, term) in short for cui in kg.term2cui[term]) for term in ambiguous)
+    assert names(kg, "arf") == ["acute kidney injury", "acute respiratory failure"]  # both in the open KG
+
+
+@pytest.mark.parametrize(
+    "term, concept",
+    [
+        ("OA", "osteoarthritis"),  # the paper's Figure 1
+        ("HTN", "hypertension"),  # its Table 7
+        ("dilantin", "phenytoin"),
+        ("heart attack", "myocardial infarction"),
+        ("MI", "myocardial infarction"),
+        ("lasix", "furosemide"),
+        ("tylenol", "acetaminophen"),
+        ("paracetamol", "acetaminophen"),
+        ("coumadin", "warfarin"),
+        ("high blood pressure", "hypertension"),
+        ("CVA", "stroke"),
+        ("kidney stones", "nephrolithiasis"),
+        ("prilosec", "omeprazole"),
+    ],
+)
+def test_synonyms_and_abbreviations(kg, term, concept):
+    assert names(kg, term) == [concept]
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ("metformin", "insulin"),
+        ("phenytoin", "warfarin"),
+        ("type 1 diabetes mellitus", "type 2 diabetes mellitus"),
+        ("hypertension", "hypotension"),
+        ("hyperkalemia", "hypokalemia"),
+        ("myocardial infarction", "heart failure"),
+        ("crohn disease", "ulcerative colitis"),
+        ("morphine", "hydromorphone"),
+        ("hepatitis b", "hepatitis c"),
+    ],
+)
+def test_different_things_stay_apart(kg, a, b):
+    assert kg.cuis(a) and kg.cuis(b) and not set(kg.cuis(a)) & set(kg.cuis(b))
+
+
+def test_concepts_are_no_heaps(kg):
+    assert max(map(len, kg.cui2terms.values())) <= 100
+    substances = {cui for cui, kind in kg.types.items() if kind in ("drug", "chemical")}
+    assert not [cui for cui in substances if {"HPO", "ICD10CM"} & set(kg.sources[cui])]
+
+
+def test_vocabularies_are_joined(kg):
+    assert kg.sources[one(kg, "myocardial infarction")] == ["OPEN", "MESH", "HPO", "ICD10CM"]
+    assert kg.sources[one(kg, "metformin")] == ["OPEN", "DRUG"]
+    assert names(kg, "seizures") == names(kg, "seizure") == ["seizure"]  # MeSH's preferred terms are plurals
+    assert one(kg, "metformin").startswith("OPEN:")
+    assert "glucophage" in kg.synonyms(one(kg, "metformin"))
+
+
+def test_relations_point_the_right_way(kg):
+    metformin, diabetes = one(kg, "metformin"), one(kg, "diabetes mellitus")
+    assert ("may_treat", diabetes) in kg.related(metformin) and ("may_be_treated_by", metformin) in kg.related(diabetes)
+    assert ("may_treat", metformin) not in kg.related(diabetes)
+    lipase, pancreatitis = one(kg, "lipase"), one(kg, "acute pancreatitis")
+    assert ("diagnoses_or_monitors", pancreatitis) in kg.related(lipase)
+    assert ("diagnosed_or_monitored_by", lipase) in kg.related(pancreatitis)
+    infarction = one(kg, "myocardial infarction")
+    assert one(kg, "acute coronary syndrome") in kg.hypernyms(infarction)
+    assert infarction in kg.hyponyms(one(kg, "acute coronary syndrome"))
+    assert one(kg, "biguanides") in kg.hypernyms(metformin)  # from MeSH's tree
+    # The packages' MeSH ids would make heart failure a neurocirculatory asthenia, and arthritis psoriatic.
+    assert one(kg, "neurocirculatory asthenia") not in kg.hypernyms(one(kg, "heart failure"))
+    assert one(kg, "psoriatic arthritis") not in kg.hypernyms(one(kg, "osteoarthritis"))
+
+
+def test_without_inverse_relations(monkeypatch):
+    for reader in ("_ner_package", "_hpo", "_icd10"):  # quicker; the relations are the open KG's alone
+        monkeypatch.setattr(vocabularies, reader, lambda *args: [])
+    counts = kg_counts(build_open_kg(OPEN_KG, inverse=False))["relation"].set_index("relation")["edges"]
+    assert counts["may_treat"] + counts["may_be_treated_by"] < 4_526  # as many names as the column holds
+
+
+def test_no_junk_among_terms(kg):
+    common = {"all", "he", "his", "was", "patient", "stable", "today", "alert", "normal", "mr", "pt", "wks", "ra"}
+    assert not common & kg.term2cui.keys()
+    assert not ENGLISH_STOP_WORDS & kg.term2cui.keys()  # another list than the one the module uses
+    assert all(2 <= len(term) <= 120 and any(c.isalpha() for c in term) for term in kg.term2cui)
+    assert all(term == " ".join(term.lower().split()) for term in kg.term2cui)
+    assert not [term for term in kg.term2cui if "&" in term and ";" in term or "\t" in term]
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ("name\ttype\n", "row 1: the columns must be name, type"),
+        ("{header}\nasthma\tdisease\n", "row 2: 2 columns instead of 9"),
+        ("{header}\n\tdisease\t\t\t\t\t\t\t\n", "row 2: field 'name' is empty"),
+        ("{header}\nasthma\t\t\t\t\t\t\t\t\n", "row 2: field 'type' is empty"),
+    ],
+)
+def test_malformed_open_kg(tmp_path, rows, message):
+    path = tmp_path / "concepts.tsv"
+    path.write_text(rows.format(header="\t".join(vocabularies.OPEN_COLUMNS)))
+    with pytest.raises(DataError, match=rf"concepts\.tsv, {message}"):
+        build_open_kg(path)
+    with pytest.raises(DataError, match="missing"):
+        build_open_kg(tmp_path / "none.tsv.gz")
+
+
+def test_missing_package(monkeypatch):
+    monkeypatch.setattr(vocabularies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="Install"):
+        build_open_kg(OPEN_KG)
+
+
+# --- UMLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def release(tmp_path) -> Path:
+    return umls_release(tmp_path)
+
+
+def test_umls_to_bios(release):
+    out = release / "bios"
+    reports = umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", release / "MRSTY.RRF", out)
+    kg = load_bios(out)
+    assert kg.cui2pt == {"C01": "diabetes mellitus", "C02": "niddm", "C03": "metformin", "C04": "disease"}
+    assert kg.cui2terms["C01"] == ["diabetes mellitus", "diabetes"] and kg.cuis("diabetes") == ["C01"]
+    assert kg.cui2terms["C02"] == ["niddm", "type 2 diabetes"]  # STT counts more than ISPREF
+    assert kg.is_a == {"C01": ["C04"], "C02": ["C01", "C04"]}
+    assert kg.hyponyms("C04") == ["C01", "C02"]
+    assert kg.relations == {
+        "C01": [("may_be_treated_by", "C03")],
+        "C03": [("may_treat", "C01")],
+        "C04": [("has_part", "C03")],
+    }
+    assert kg.types == {"C01": "Disease or Syndrome", "C03": "Pharmacologic Substance"}
+    conso_report, rel_report, _ = reports
+    assert (conso_report.file, conso_report.rows, conso_report.kept) == ("MRCONSO.RRF", 12, 7)
+    assert conso_report.skipped == [(11, "CVF", "5 columns instead of 18"), (12, "STR", "empty")]
+    assert rel_report.rows == 14
+    assert rel_report.skipped == [(13, "CVF", "2 columns instead of 16"), (14, "CUI1", "empty")]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "CUI2pt.json", "CUI2term.json", "bios.txt", "is_a.json", "relations.json", "term2CUI.json", "types.json",
+    ]  # fmt: skip
+
+
+def test_umls_languages_and_suppressed_rows(release):
+    out = release / "bios"
+    for name in ("MRCONSO.RRF", "MRREL.RRF"):
+        (release / f"{name}.gz").write_bytes(gzip.compress((release / name).read_bytes()))
+        (release / name).unlink()
+    umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, out, ("FRE", "ENG"), suppress=False)
+    kg = load_bios(out)
+    assert kg.cui2pt["C01"] == "diabète" and kg.cui2pt["C05"] == "maladie rare"
+    assert "dm (old)" in kg.cui2terms["C01"] and kg.is_a["C02"] == ["C01", "C03", "C04"]
+    assert ("may_treat", "C02") in kg.relations["C05"] and kg.types == {}
+
+
+def test_umls_errors(release):
+    with pytest.raises(DataError, match="MRREL.*missing.*UMLS"):
+        umls_to_bios(release / "MRCONSO.RRF", release / "none/MRREL.RRF", None, release / "bios")
+    with pytest.raises(DataError, match="SPA"):
+        umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios", ("SPA",))
+    (release / "MRCONSO.RRF").write_bytes("C01|ENG|P|é".encode("latin-1"))
+    with pytest.raises(DataError, match="MRCONSO.RRF, row 1: not UTF-8"):
+        umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios")

@@ -1,0 +1,80 @@
+"""Opaque names: which ones count, that rules don't rewrite each other, and that a saved model carries them."""
+
+import re
+
+import numpy as np
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils import config, pipeline
+from drehr_utils.knowledge import normalization
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.profiles import load_profile
+from drehr_utils.training import encoders
+
+
+def graph() -> KnowledgeGraph:
+    concepts = {
+        "C1": ("levetiracetam", "drug", ["keppra", "levetiracetam", "keppra xr"]),
+        "C2": ("hypertension", "disease", ["htn", "hypertension", "hypertensive disease"]),
+        "C3": ("systemic lupus erythematosus", "disease", ["lupus", "sle"]),
+        "C4": ("acetylsalicylic acid", "drug", ["asa"]),
+        "C5": ("asa physical status", "test", ["asa"]),
+        "C6": ("rare disease", "disease", ["cat"]),
+    }
+    kg = KnowledgeGraph(
+        cui2pt={cui: preferred for cui, (preferred, _, _) in concepts.items()},
+        types={cui: kind for cui, (_, kind, _) in concepts.items()},
+        sources={cui: ["OPEN"] if cui != "C6" else ["ORPHA"] for cui in concepts},
+    )
+    for cui, (preferred, _, names) in concepts.items():
+        for name in dict.fromkeys([preferred, *names]):
+            kg.term2cui.setdefault(name, []).append(cui)
+    return kg
+
+
+def test_opaque_names_are_brand_names_and_codes_of_one_concept():
+    tokenizer = encoders.load_encoder(config.MINILM).tokenizer
+    found = normalization.opaque_names(graph(), tokenizer)
+    # Not "keppra xr" (two words), "lupus" (a word), "asa" (two concepts), "cat" (a vocabulary's).
+    assert found == {
+        "keppra": "levetiracetam",
+        "htn": "hypertension",
+        "sle": "systemic lupus erythematosus",
+    }
+
+
+def test_no_rule_rewrites_what_another_wrote():
+    names = {"a": "x b", "b": "y c", "c": "z", "d": "e", "e": "d"}
+    ordered = list(normalization.ordered(names))
+    assert ordered.index("c") < ordered.index("b") < ordered.index("a")
+    assert ("d" in ordered) != ("e" in ordered)  # they stand for each other: one rule goes
+
+
+def test_in_the_open_graph_the_rules_in_turn_are_one_pass():
+    profile = load_profile("open")
+    encoder = pipeline.starting_encoder(profile)
+    names = normalization.opaque_names(pipeline.knowledge_graph(profile), encoder.tokenizer)
+    assert names["keppra"] == "levetiracetam" and names["ckd"] == "chronic kidney disease" and len(names) > 3000
+    plain = encoder.tokenizer.backend_tokenizer.normalizer
+    normalization.read_names(encoder, names)
+    pattern = re.compile(r"[\w-]+")
+    for chunk in pipeline.chunks(profile)[:100]:
+        text = plain.normalize_str(chunk.text)
+        once = pattern.sub(lambda m: names.get(m.group(), m.group()), text)
+        assert encoder.tokenizer.backend_tokenizer.normalizer.normalize_str(chunk.text) == once
+
+
+def test_a_saved_model_reads_the_names_without_this_package(tmp_path):
+    encoder = encoders.load_encoder(config.MINILM)
+    before = encoders.encode(encoder, ["unrelated words"])
+    normalization.read_names(encoder, {"keppra": "levetiracetam", "htn": "hypertension"})
+    encoders.save_encoder(encoder, tmp_path / "model")
+    loaded = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    written, meant, hyphened, plain = loaded.encode(
+        ["HTN; Keppra/aspirin 500", "hypertension; levetiracetam/aspirin 500", "pre-htn", "unrelated words"]
+    )
+    assert np.allclose(written, meant, atol=1e-6)
+    assert loaded.tokenizer.tokenize("pre-htn") == encoders.load_encoder(config.MINILM).tokenizer.tokenize("pre-htn")
+    assert np.allclose(plain, before[0], atol=1e-5)
+    again = encoders.load_encoder(tmp_path / "model")  # this package's own way
+    assert np.allclose(encoders.encode(again, ["HTN"]), encoders.encode(again, ["hypertension"]), atol=1e-6)

@@ -1,0 +1,41 @@
+"""SNOMED CT's RF2 files: a miniature release, written by hand."""
+
+import pytest
+from snomed_miniature import DYSPNEA, FINDING, GONE, HEART, release
+
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge.snomed import SYNONYM, load_snomed
+from drehr_utils.papers.kg.tasks import graph_pairs, synonym_pairs
+
+
+def test_miniature_release(tmp_path):
+    graph, reports = load_snomed(release(tmp_path))
+    assert graph.cui2terms[DYSPNEA] == ["dyspnea (finding)", "shortness of breath", "dyspnea"]
+    assert graph.cui2pt[HEART] == "heart structure (body structure)" and graph.types[HEART] == "body structure"
+    assert graph.is_a == {DYSPNEA: [FINDING]} and graph.relations == {DYSPNEA: [("finding site", HEART)]}
+    assert GONE not in graph.cui2pt and "old name" not in graph.term2cui
+    assert graph.dropped == {"concept without a description": 1, "relationship: concept unknown or inactive": 1}
+    assert [(r.rows, r.kept) for r in reports] == [(6, 5), (10, 9), (4, 4)]
+    assert ("dyspnea", "shortness of breath") in synonym_pairs(graph)
+    assert list(graph_pairs(graph)) == [
+        ("dyspnea (finding)", "clinical finding (finding)"), ("dyspnea (finding)", "heart structure (body structure)")
+    ]  # fmt: skip
+
+
+def test_malformed_rows_are_counted(tmp_path):
+    bad = [("1", "2"), ("91", "20260101", "1", "9", DYSPNEA, "en", SYNONYM, " ", "9")]
+    graph, reports = load_snomed(release(tmp_path, extra_description=bad))
+    assert reports[1].skipped == [(12, "caseSignificanceId", "2 columns instead of 9"), (13, "term", "empty")]
+    assert len(graph.cui2terms[DYSPNEA]) == 3
+
+
+def test_missing_files_and_wrong_columns(tmp_path):
+    with pytest.raises(DataError, match=r"sct2_Concept_Snapshot_\*.txt is missing.*licence"):
+        load_snomed(tmp_path)
+    folder = release(tmp_path / "a")
+    path = next(folder.rglob("sct2_Relationship*"))
+    path.write_text("id\tactive\n")
+    with pytest.raises(DataError, match="sct2_Relationship_Snapshot_INT_20260101.txt, row 1: the columns must be"):
+        load_snomed(folder)
+    with pytest.raises(DataError, match="no active concept has a description"):
+        load_snomed(release(tmp_path / "b", descriptions=[]))

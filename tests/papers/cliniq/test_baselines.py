@@ -1,0 +1,183 @@
+"""Baselines and findings: differences against hand-worked cases, the paired special case and simulation."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from drehr_utils import pipeline
+from drehr_utils.data.benchmark import Benchmark, Patient, load_benchmark
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import intervals, metrics
+from drehr_utils.papers.cliniq import baselines
+from drehr_utils.papers.cliniq.baselines import (
+    EXPANDED,
+    FUSED,
+    RELATED,
+    SPARSE,
+    Finding,
+    Measured,
+    difference,
+    findings_table,
+    paper_means,
+    sentence,
+    settings,
+    trivial_searches,
+    verdict,
+)
+from drehr_utils.profiles import ROOT, load_profile
+
+A, B = [f"A_{i}" for i in range(6)], ["B_0", "B_1"]
+
+
+@pytest.fixture
+def toy():
+    return Benchmark(
+        corpus=dict.fromkeys([*A, *B], ""),
+        queries={"q1": "", "q2": ""},
+        query_types={"q1": "disease", "q2": "drug"},
+        patients=[Patient("1", "A", A, ["q1", "q2"]), Patient("2", "B", B, ["q2"])],
+        qrels={"q1": {"A_0": 1, "A_2": 1}, "q2": {"A_1": 1, "A_3": 1, "B_0": 1}},
+        match_types={
+            "q1": {"A_0": "string", "A_2": "implication"},
+            "q2": {"A_1": "string", "A_3": "implication", "B_0": "synonym"},
+        },
+    )
+
+
+SCORES = np.array([[6, 5, 4, 3, 2, 1, 0, 0], [6, 5, 4, 3, 2, 1, 7, 8]], dtype=float)
+
+
+def frame(values, metric="MRR"):
+    rows = [(f"{q}@{n}", q, "drug", metric, v) for (q, n), v in values.items()]
+    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+
+
+def test_match_type_pools_by_hand(toy):
+    measured = Measured(toy, {"x": SCORES})
+    # q1 in A: A_0*, A_1, A_2*, ...; without A_0 the implication match A_2 is second, not third.
+    # q2 in A: A_0, A_1*, A_2, A_3*, ...; without A_1 the implication match A_3 is third, not fourth.
+    assert measured.mean("x", "single", "implication", "MRR") == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
+    assert measured.mean("x", "single", "string", "MRR") == pytest.approx(100 * (1 + 1 / 2) / 2)
+    assert measured.mean("x", "single", "all", "MRR") == pytest.approx(100 * (1 + 1 / 2 + 1 / 2) / 3)
+    assert measured.mean("x", "single", "drug", "MRR") == 50
+    assert measured.mean("x", "multi", "drug", "MRR") == 50  # B_1, B_0*
+    assert np.isnan(measured.mean("x", "single", "hyponym", "MRR"))
+
+
+def test_fusion_of_systems_that_rank_nothing_gets_chance():
+    notes = {f"N{i}": [f"N{i}_{k}" for k in range(10)] for i in range(300)}
+    bench = Benchmark(
+        corpus={c: "" for chunks in notes.values() for c in chunks},
+        queries={f"q{n}": "" for n in notes},
+        query_types={f"q{n}": "drug" for n in notes},
+        patients=[Patient(n, n, chunks, [f"q{n}"]) for n, chunks in notes.items()],
+        qrels={f"q{n}": {chunks[0]: 1} for n, chunks in notes.items()},  # always the file's first
+        match_types={f"q{n}": {chunks[0]: "string"} for n, chunks in notes.items()},
+    )
+    ties = np.zeros((300, 3000))
+    values = metrics.single_patient(bench, (ties, ties + 1)).query("metric == 'MRR'")["value"]
+    chance = 100 * sum(1 / k for k in range(1, 11)) / 10
+    assert values.mean() == pytest.approx(chance, abs=4 * values.std() / 300**0.5)
+
+
+def test_trivial_searches(toy):
+    assert trivial_searches(toy) == {"q2@B"}  # two chunks only
+    assert trivial_searches(toy, least_chunks=2) == set()
+    full = Benchmark(**{**vars(toy), "qrels": {"q2": {"B_0": 1, "B_1": 1}},
+                        "match_types": {"q2": {"B_0": "string", "B_1": "string"}}})  # fmt: skip
+    assert trivial_searches(full, least_chunks=1) == {"q2@B"}  # any order is right
+
+
+def test_a_paired_difference_is_the_bootstrap_of_differences():
+    rng = np.random.default_rng(0)
+    keys = [(f"q{i:02}", n) for i in range(40) for n in range(1 + i % 3)]
+    a = frame(dict(zip(keys, rng.normal(60, 10, len(keys)), strict=True)))
+    b = frame(dict(zip(keys, rng.normal(55, 10, len(keys)), strict=True)))
+    found = difference(a, b.sample(frac=1, random_state=0), "MRR", n=1000, randomizations=2000)
+    gaps = a["value"].to_numpy() - b["value"].to_numpy()
+    assert found["ours"] == pytest.approx(gaps.mean())
+    low, high = intervals.bootstrap_interval(gaps, a["query_id"].to_numpy(), n=1000)
+    np.testing.assert_allclose([found["low"], found["high"]], [low, high], atol=1e-9)
+    p = intervals.paired_randomization_test(a["value"], b["value"], a["query_id"], n=2000)
+    assert found["p"] == p and difference(a, a, "MRR", n=99)["p"] == 1
+
+
+def test_an_unpaired_difference_covers_and_has_no_p():
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(150):  # queries with an own level; each side has some of them, many both
+        level = rng.normal(size=60)
+        a = frame({(f"q{i:02}", 0): level[i] + rng.normal() for i in range(45)})
+        b = frame({(f"q{i:02}", 1): level[i] + rng.normal() for i in range(15, 60)})
+        found = difference(a, b, "MRR", n=300)
+        assert np.isnan(found["p"])
+        inside += found["low"] <= 0 <= found["high"]
+    assert 0.88 < inside / 150 < 0.99
+    one = frame({("q1", 0): 1.0})
+    assert np.isnan(difference(one, one, "MRR")["low"]) and np.isnan(difference(one, frame({}), "MRR")["ours"])
+
+
+def test_verdicts_and_sentences():
+    assert verdict({"low": 0.5, "high": 2}, 1) == "holds" and verdict({"low": -2, "high": -0.5}, -1) == "holds"
+    assert verdict({"low": -2, "high": -0.5}, 1) == "reversed" and verdict({"low": -1, "high": 1}, -1) == "undecided"
+    assert verdict({"low": float("nan"), "high": float("nan")}, 1) == "not measured"
+    row = {"system": "A − B", "setting": "multi", "group": "drug", "metric": "MRR", "paper": 1.449, "ours": 1.94,
+           "low": -1.03, "high": 4.69}  # fmt: skip
+    assert sentence(row) == "A − B, Multi-Patient drug MRR: +1.9 [-1.0, +4.7], the paper's +1.4"
+    assert sentence(row | {"paper": float("nan")}).endswith("[-1.0, +4.7]")
+
+
+def test_findings_by_hand_with_the_papers_own_numbers(toy):
+    better = SCORES.copy()
+    better[1, 1] = 9  # q2 in A: A_1* first
+    measured = Measured(toy, {SPARSE: SCORES, EXPANDED: better, RELATED: better + 1})
+    names = {EXPANDED: "BM25 + UMLS"}
+    rows = findings_table(
+        [
+            Finding("helps", EXPANDED, SPARSE, "single", "all", "MRR"),
+            Finding("leads", SPARSE, None, "multi", "drug", "MRR"),
+            Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1, "hardest other"),
+        ],
+        measured, names, n=50, randomizations=50,
+    )  # fmt: skip
+    helps, leads, hardest = (row for _, row in rows.iterrows())
+    assert helps["paper"] == pytest.approx(74.14 - 71.65) and helps["ours"] == pytest.approx(50 / 3)
+    assert leads["system"] == "BM25 − BM25 + KG" and leads["paper"] == pytest.approx(88.43 - 86.98)  # RRF's
+    assert leads["ours"] == -50 and leads["verdict"] == "not measured"  # one query: no interval
+    assert hardest["system"] == "BM25 + KG: implication − synonym"  # q2 in B is the only synonym search: 50
+    assert hardest["paper"] == pytest.approx(38.13 - 38.40)  # abbreviation's, in the paper
+    average = paper_means().query("system == 'RRF' and setting == 'multi' and group == 'all' and metric == 'Average'")
+    assert average["value"].item() == pytest.approx((67.04 + 68.74 + 61.92) / 3)
+
+
+def test_settings(monkeypatch, tmp_path):
+    monkeypatch.delenv("DREHR_RETRIEVERS", raising=False)
+    monkeypatch.delenv("DREHR_EMBED_BASE_URL", raising=False)
+    small = settings(load_profile("open"))
+    assert small == settings(load_profile("smoke"))
+    assert [spec.name for spec in small.retrievers] == ["MiniLM (start)"] == list(small.fused) == list(small.detailed)
+    large = settings(load_profile("mimic"))
+    assert large.skipped == ("text-embedding-3-large",) and large.fused == ("NV-Embed-v2",)
+    assert len(large.retrievers) == 8 and large.reference == "bge-base-en-v1.5"
+    assert {spec.similarity for spec in large.retrievers} == {"cosine"}  # as CliniQ's script
+    monkeypatch.setenv("DREHR_EMBED_BASE_URL", "http://localhost:8000/v1")
+    assert settings(load_profile("mimic")).fused == ("NV-Embed-v2", "text-embedding-3-large")
+    monkeypatch.setenv("DREHR_RETRIEVERS", f"MedCPT, {tmp_path}")
+    assert [spec.name for spec in settings(load_profile("mimic")).retrievers] == ["MedCPT", tmp_path.name]
+    monkeypatch.setenv("DREHR_RETRIEVERS", "text-embedding-3-large")
+    monkeypatch.delenv("DREHR_EMBED_BASE_URL")
+    with pytest.raises(DataError, match="no dense retriever is left"):
+        settings(load_profile("open"))
+
+
+def test_expansion_on_dev_with_the_open_graph():
+    dev, graph = load_benchmark(ROOT / "data/open_cliniq", "dev"), pipeline.knowledge_graph(load_profile("open"))
+    plain = baselines.lexical_scores(dev, graph)
+    np.testing.assert_array_equal(plain, baselines.BM25(dev.corpus.values()).scores(dev.queries.values()))
+    scores = {SPARSE: plain, EXPANDED: baselines.lexical_scores(dev, graph, ("synonyms", "hyponyms"))}
+    scores[FUSED] = (scores[SPARSE], scores[EXPANDED])
+    measured = Measured(dev, scores)
+    assert measured.mean(EXPANDED, "single", "synonym", "MAP") > measured.mean(SPARSE, "single", "synonym", "MAP") + 10
+    for group in ("all", "string", "drug"):
+        low, fused, high = sorted(measured.mean(s, "single", group, "MAP") for s in scores)
+        assert low <= fused <= high

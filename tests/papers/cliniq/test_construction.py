@@ -1,0 +1,215 @@
+"""The construction: the published open benchmark to the byte, a miniature of MIMIC-III by a real server, statistics."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from llm_server import chat_server
+from mimic3_miniature import write_mimic3
+from sklearn.metrics import cohen_kappa_score
+
+from drehr_utils.config import CliniqSizes
+from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
+from drehr_utils.data.notes import Note
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation.tables import paper_figures
+from drehr_utils.llm.servers import Server
+from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
+from drehr_utils.profiles import ROOT, load_profile
+
+DATA = ROOT / "data"
+OPEN_CLINIQ = DATA / "open_cliniq"
+
+
+@pytest.fixture(scope="module", params=["dev", "test"])
+def rebuilt(request):
+    """The open benchmark from the notes, the recorded curation and the recorded judgments: nothing of its files."""
+    split = request.param
+    notes = construction.split_notes(DATA / "open_notes", split)
+    admissions = curation.read_coded_admissions(DATA / "open_notes", [note.hadm_id for note in notes])
+    made = curation.read_curation(OPEN_CLINIQ / "query_curation.csv.gz")
+    draft = construction.draft_benchmark(notes, admissions, made)
+    strings = judging.string_matches(draft.queries, draft.corpus)
+    names = ["judge_a", "judge_b", "adjudicated"] if split == "test" else ["judge_a"]
+    judges = [judging.read_judgments(OPEN_CLINIQ / split / f"judgments/{n}.tsv", draft, strings) for n in names]
+    return split, draft, strings, judges
+
+
+def test_the_published_open_benchmark_is_what_the_code_gives(rebuilt, tmp_path):
+    split, draft, strings, judges = rebuilt
+    benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(*judges))
+    assert benchmark == load_benchmark(OPEN_CLINIQ, split)
+    folder = construction.save_benchmark(benchmark, tmp_path, split)
+    for name in ("corpus.jsonl", "queries.jsonl", "patients.jsonl", f"qrels/{split}.tsv"):
+        assert (folder / name).read_bytes() == (OPEN_CLINIQ / split / name).read_bytes(), name
+    assert load_benchmark(tmp_path, split) == benchmark
+
+
+def test_a_judgment_on_a_string_match_is_refused(rebuilt):
+    _, draft, strings, _ = rebuilt
+    with pytest.raises(DataError, match="is a string match"):
+        construction.with_judgments(draft, strings, {min(strings): "synonym"})
+
+
+def test_agreement_of_the_recorded_judges(rebuilt):
+    """The data card's kappa and accuracy; and the interval's kappa against scikit-learn's."""
+    split, draft, strings, judges = rebuilt
+    if split == "dev":
+        pytest.skip("dev was judged once")
+    pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
+    assert len(pairs) == 25_277
+    rows = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, n=200).set_index("metric")
+    assert round(rows.loc["kappa", "ours"] / 100, 3) == 0.945 and round(rows.loc["accuracy", "ours"] / 100, 3) == 0.922
+    assert (rows["low"] < rows["ours"]).all() and (rows["ours"] < rows["high"]).all()
+    again = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, n=200).set_index("metric")
+    assert again["low"].equals(rows["low"])
+
+
+def test_table2_has_both_comparisons_and_the_papers(rebuilt):
+    _, draft, strings, judges = rebuilt
+    pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
+    table = agreement.table2(judges, pairs, n=50)
+    paper = table[table["paper"].notna()].set_index(["system", "metric"])["paper"]
+    assert paper["GPT-4o", "kappa"] == pytest.approx(98.5) and len(paper) == 6
+    assert len(table) == 6 + (6 if len(judges) == 3 else 0)
+
+
+def test_kappa_worked_by_hand_and_against_scikit_learn():
+    # 20 both, 5 and 10 one, 15 neither of 50: observed 0.7, expected 0.5*0.6 + 0.5*0.4 = 0.5, kappa 0.4.
+    assert agreement.kappa_from_counts(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        a = rng.random(200) < 0.3
+        b = a ^ (rng.random(200) < 0.1)
+        counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
+        assert agreement.kappa_from_counts(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
+    low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], n=200)
+    assert low < agreement.relevance_kappa(a, b) < high
+    assert all(map(math.isnan, agreement.kappa_interval(a, b, ["one note"] * 200)))
+
+
+def test_table1_against_counts_of_the_files():
+    """Counted from the files' lines, without the loader."""
+    rows = statistics.statistics_rows(load_benchmark(OPEN_CLINIQ, "dev"), n=50)
+    ours = rows.set_index(["setting", "group"])["ours"]
+    qrels = [line.split("\t") for line in (OPEN_CLINIQ / "dev/qrels/dev.tsv").read_text().splitlines()[1:]]
+    kinds = {q["_id"]: q["type"] for q in map(json.loads, (OPEN_CLINIQ / "dev/queries.jsonl").read_text().splitlines())}
+    assert ours["multi", "patient record"] == 32 and ours["multi", "chunk of records"] == 331
+    assert ours["multi", "relevance judgment"] == len(qrels) == 2835
+    for kind in judging.MATCH_TYPES:
+        assert ours["multi", kind] == sum(line[3] == kind for line in qrels)
+        assert ours["single", kind] == pytest.approx(ours["multi", kind] / 32)
+    searches = {(line[0], line[1].rpartition("_")[0]) for line in qrels if line[4] == "own"}
+    assert ours["single", "query"] == pytest.approx(len(searches) / 32)
+    for kind in ("disease", "procedure", "drug"):
+        assert ours["multi", kind] == len({line[0] for line in qrels if kinds[line[0]] == kind})
+        assert ours["single", kind] == pytest.approx(sum(kinds[q] == kind for q, _ in searches) / 32)
+    single = rows[rows["setting"] == "single"]
+    assert (single["low"] <= single["ours"]).all() and (single["ours"] <= single["high"]).all()
+    theirs = paper_figures("cliniq", 1).set_index(["setting", "group"])["value"]
+    assert set(theirs.index) == set(ours.index)
+
+
+def test_lengths_and_shares_against_the_files():
+    benchmark = load_benchmark(OPEN_CLINIQ, "dev")
+    lengths = statistics.query_lengths(benchmark)
+    words = [len(text.split(" ")) for text in benchmark.queries.values()]
+    rows = statistics.length_rows(lengths).set_index(["group", "metric"])["ours"]
+    assert rows["all", "mean words"] == pytest.approx(np.mean(words)) and rows["all", "max words"] == max(words)
+    assert set(rows.index) == set(paper_figures("cliniq", "figure 4").set_index(["group", "metric"]).index)
+    counts = statistics.match_type_counts(benchmark)
+    assert counts.to_numpy().sum() == 2835
+    shares = statistics.share_rows(benchmark, n=50).set_index(["group", "metric"])["ours"]
+    assert shares["drug", "string (%)"] == pytest.approx(100 * counts.loc["drug", "string"] / counts.loc["drug"].sum())
+    assert shares["all"].sum() == pytest.approx(100)
+    beside = statistics.shares_with_paper(statistics.share_rows(benchmark, n=50))
+    paper = beside.set_index(["group", "metric"])["paper"]
+    assert paper["all"].sum() == pytest.approx(100) and paper["all", "string (%)"] == pytest.approx(37.755, abs=0.001)
+    assert paper["drug", "string (%)"] == 70 and paper["disease"].isna().all()
+
+
+def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
+    coded = curation.CodedAdmissions(
+        {"1": [curation.Code("1234", "9")]}, {}, {"1": ["Lithium 300mg"], "2": ["Zinc", "Lithium 300mg"]}, {}, {}
+    )
+    made = {
+        ("diagnosis", "1234"): curation.Curated("123", "zinc"),
+        ("drug", "Zinc"): curation.Curated("", "zinc"),
+        ("drug", "Lithium 300mg"): curation.Curated("", "lithium"),
+    }
+    notes = [Note("n1", "p", "1", "On zinc. " * 60), Note("n2", "q", "2", "Well.")]
+    draft = construction.draft_benchmark(notes, coded, made)
+    assert draft.queries == {"q0000": "lithium", "q0001": "zinc"}
+    assert draft.query_types == {"q0000": "drug", "q0001": "disease"}
+    assert [p.query_ids for p in draft.patients] == [["q0001", "q0000"], ["q0001", "q0000"]]
+    assert [p.chunk_ids for p in draft.patients] == [["n1_0", "n1_1"], ["n2_0"]]
+
+
+def test_a_sample_is_drawn_once_and_in_order():
+    notes = construction.split_notes(DATA / "open_notes", "all")
+    drawn = construction.split_notes(DATA / "open_notes", "all", sample=20, seed=3)
+    ids = [note.note_id for note in notes]
+    places = [ids.index(note.note_id) for note in drawn]
+    assert len(drawn) == 20 and places == sorted(set(places)) and places != list(range(20))
+    assert [n.note_id for n in construction.split_notes(DATA / "open_notes", "all", 20, 3)] == [
+        n.note_id for n in drawn
+    ]
+
+
+def test_mimic3_in_miniature_by_a_real_server(tmp_path):
+    """From MIMIC-III's tables to a benchmark that the loader reads; drugs and judgments by the language model."""
+    folder = write_mimic3(tmp_path / "mimic3")
+    notes = construction.split_notes(folder, "all")
+    assert [note.hadm_id for note in notes] == ["101", "102", "102", "103"]  # the nursing note is out
+    admissions = curation.read_coded_admissions(folder, [note.hadm_id for note in notes])
+
+    def reply(prompt: str, body: dict) -> str:
+        if "medication orders" in prompt:
+            return prompt.rpartition("Order: ")[2].split()[0].lower()
+        note, _, terms = prompt.rpartition("record:\n")[2].partition("\n\nTerms:\n")
+        lines = []
+        for line in filter(lambda text: text[:1].isdigit(), terms.splitlines()):
+            number, _, term = line.partition(". ")
+            label = "abbreviation" if term == "essential hypertension" and "htn" in note else "not relevant"
+            lines.append(f"{number} | reason | {label}")
+        return "\n".join(lines)
+
+    orders = {order for lines in admissions.drugs.values() for order in lines}
+    with chat_server(reply) as chat:
+        server = Server(chat.base_url, "m")
+        names = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False).names
+        draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
+        strings = judging.string_matches(draft.queries, draft.corpus)
+        questions = judging.judgment_questions(draft, strings, CliniqSizes())
+        judged = judging.judge(draft, questions, server=server, store=tmp_path / "j.jsonl", progress=False)
+    benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(judged.labels))
+    construction.save_benchmark(benchmark, tmp_path / "out", "all")
+    read = load_benchmark(tmp_path / "out", "all")
+    assert read == benchmark
+    ids = {text: query_id for query_id, text in read.queries.items()}
+    assert read.match_types[ids["essential hypertension"]] == {"1_0": "abbreviation"}
+    assert read.match_types[ids["pantoprazole"]] == {"1_0": "string"}
+    assert read.match_types[ids["aspirin"]] == {"1_0": "string", "3_0": "string"}
+    assert {task.note_id for task in single_patient_tasks(read)} == {"1", "3", "5"}
+    qrels = (tmp_path / "out/all/qrels/all.tsv").read_text()
+    assert "\thospital" not in qrels and qrels.count("\n") == 1 + sum(map(len, read.qrels.values()))
+
+
+def test_each_profile_has_settings_and_only_mimic_makes_its_judgments_anew():
+    for name in ("open", "smoke", "mimic"):
+        chosen = load_profile(name).cliniq
+        assert chosen.recorded == (name != "mimic")
+    assert construction.judge_files(load_profile("mimic")) == []
+
+
+def test_the_open_profiles_steps_give_the_published_benchmark():
+    profile = load_profile("open")
+    notes, admissions = construction.profile_notes(profile)
+    draft = construction.draft_benchmark(notes, admissions, construction.profile_curation(profile, admissions))
+    strings = judging.string_matches(draft.queries, draft.corpus)
+    judges, counted = construction.profile_judgments(profile, draft, strings)
+    benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(*judges))
+    assert benchmark == load_benchmark(OPEN_CLINIQ, "test")
+    assert counted["judge_a"].sum() == 6258 and counted.loc["not relevant", "adjudicated"] == 108
+    assert [path.name for path in construction.judge_files(load_profile("open"))] == ["judge_a.tsv", "judge_b.tsv"]

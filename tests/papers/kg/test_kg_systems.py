@@ -1,0 +1,364 @@
+"""KG entity retrieval: pairs by hand, splits, zero-shot by construction on the open data, the loss against torch's."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from snomed_miniature import release as snomed_release
+from umls_miniature import umls_release
+
+from drehr_utils import artifacts, pipeline, profiles
+from drehr_utils.config import PairConfig
+from drehr_utils.data.notes import read_splits
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.papers.kg import linking, rate_search, report
+from drehr_utils.papers.kg import systems as systems_module
+from drehr_utils.papers.kg.pair_training import (
+    log_probability,
+    log_probability_as_printed,
+    mean_negative_log_likelihood,
+    pair_schedule,
+    similarity,
+    train_pairs,
+)
+from drehr_utils.papers.kg.tasks import (
+    Task,
+    comb_task,
+    down_sample,
+    graph_pairs,
+    icd10_graph_pairs,
+    icd10_sections,
+    icd10_synonym_pairs,
+    split_pairs,
+    synonym_pairs,
+    text_key,
+    title_concatenation,
+    without_texts,
+)
+from drehr_utils.profiles import load_profile
+from drehr_utils.training.encoders import encode
+
+
+def pairs_of(task):
+    return [task.pair(i) for i in range(len(task))]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return load_profile("open")
+
+
+@pytest.fixture(scope="module")
+def tasks(profile):
+    return systems_module.tasks(profile)
+
+
+# --- pairs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_example_of_a_title_concatenation():
+    assert title_concatenation("Chest", "Pain") == "chest pain"  # Figure 1
+    assert title_concatenation("Precordial pain", "Pain in throat and chest") == "precordial pain in throat and chest"
+    assert title_concatenation("Pain", "Pain in throat") == ""
+
+
+def test_icd10_pairs_of_real_codes():
+    assert icd10_sections("I10") == {  # under a block, not a category: no title to join
+        "title": [], "code": ["essential (primary) hypertension"],
+        "see_also": [
+            "high blood pressure", "hypertension (arterial) (benign) (essential) (malignant) (primary) (systemic)"
+        ],
+    }  # fmt: skip
+    title, code = "precordial pain in throat and chest", "precordial pain"
+    assert list(icd10_synonym_pairs(["R07.2"])) == [(title, code), (code, title)]
+    pairs = list(icd10_synonym_pairs(["G40.909"]))
+    assert ("epilepsy, unspecified, not intractable, without status epilepticus", "seizure disorder") in pairs
+    assert ("seizure disorder", "epilepsy, unspecified, not intractable, without status epilepticus") in pairs
+    assert ("seizure disorder", "epileptic fits") not in pairs  # both are of one section: L != R
+    assert list(icd10_graph_pairs(["R07", "R07.2", "B20"])) == [("pain in throat and chest", "precordial pain")]
+
+
+def graph():
+    made = KnowledgeGraph()
+    names = {"A": ["myocardial infarction", "heart attack", "mi", "cardiac infarction"], "B": ["heart disease"]}
+    for cui, terms in (names | {"C": ["heart structure", "heart"]}).items():
+        made.cui2pt[cui] = terms[0]
+        for term in terms:
+            made.add_term(cui, term)
+    made.is_a["A"] = ["B"]
+    made.relations["A"] = [("finding site", "C"), ("finding site", "unknown")]
+    return made
+
+
+def test_synonym_and_graph_pairs_by_hand():
+    pairs = list(synonym_pairs(graph()))
+    assert len(pairs) == 4 * 3 // 2 + 0 + 1  # d(d-1)/2 each
+    assert pairs[0] == ("heart attack", "myocardial infarction")  # p > q: the main description is always a c
+    assert ("cardiac infarction", "mi") in pairs and ("mi", "cardiac infarction") not in pairs
+    main = "myocardial infarction"
+    assert list(graph_pairs(graph())) == [(main, "heart disease"), (main, "heart structure")]
+
+
+def test_a_task_keeps_a_pair_once_and_none_of_a_text_with_itself():
+    task = Task.from_pairs("t", "g", [("A b", "c"), ("a  B", "C"), ("c", "c"), ("c", "a b"), ("", "x")])
+    assert pairs_of(task) == [("a b", "c"), ("c", "a b")]
+    again = Task.from_pairs("t", "g", [("a b", "c"), ("c", "a b")])
+    assert task.fingerprint() == again.fingerprint() != task.take(np.array([1, 0])).fingerprint()
+
+
+# --- splits, comb, zero-shot ---------------------------------------------------------------------------------------
+
+
+def test_split_is_80_20_whole_and_keeps_both_directions_together():
+    task = Task.from_pairs("t", "g", [p for i in range(500) for p in ((f"a{i}", f"b{i}"), (f"b{i}", f"a{i}"))])
+    train, dev = split_pairs(task, seed=3)
+    assert (len(train), len(dev)) == (800, 200)
+    assert sorted(pairs_of(train) + pairs_of(dev)) == sorted(pairs_of(task))
+    assert not {frozenset(p) for p in pairs_of(train)} & {frozenset(p) for p in pairs_of(dev)}
+    assert pairs_of(split_pairs(task, seed=3)[1]) == pairs_of(dev) != pairs_of(split_pairs(task, seed=4)[1])
+
+
+def test_comb_has_the_smallest_tasks_size_of_each():
+    parts = [
+        Task.from_pairs(n, n, [(f"{n}{i}", f"{n} c{i}") for i in range(size)]) for n, size in (("x", 50), ("y", 8))
+    ]
+    comb = pairs_of(comb_task(parts, seed=0))
+    assert sum(m.startswith("x") for m, _ in comb) == sum(m.startswith("y") for m, _ in comb) == 8
+    assert set(comb) <= {p for part in parts for p in pairs_of(part)}
+    assert down_sample(parts[1], 99, 0) is parts[1]
+    with pytest.raises(DataError, match="z has no pairs"):
+        comb_task([*parts, Task.from_pairs("z", "z", [])], seed=0)
+
+
+def test_left_out_texts_are_compared_without_case_and_punctuation():
+    task = Task.from_pairs("t", "g", [("type-2 diabetes", "dm"), ("dm", "sugar"), ("gout", "uric acid")])
+    assert pairs_of(without_texts(task, ["Type 2 Diabetes", "SUGAR"])) == [("gout", "uric acid")]
+
+
+def test_no_task_holds_a_test_mention_nor_another_graphs_test_concept(profile, tasks):
+    """Zero-shot by construction (§2), on the data that the tables are made of."""
+    for test_set in systems_module.test_sets(profile):
+        asked = {text_key(m.text) for m in test_set.mentions}
+        gold = {text_key(n) for m in test_set.mentions for c in m.concepts for n in test_set.names[c]}
+        gold |= {text_key(test_set.concepts[c]) for m in test_set.mentions for c in m.concepts}
+        for name, parts in tasks.items():
+            held = {text_key(text) for part in parts for text in part.used_texts()}
+            assert not held & asked, (name, test_set.name)
+            graphs = systems_module.graphs_of(profile, name)
+            if linking.zero_shot_setting(graphs, test_set) == linking.MENTIONS_AND_CONCEPTS:
+                assert not held & gold, (name, test_set.name)
+            else:
+                assert held & gold, "the concepts are to be seen, only the mentions not"
+
+
+def test_settings_of_the_systems(profile):
+    notes = systems_module.test_sets(profile)[0]
+    scenario = {s: linking.zero_shot_setting(systems_module.graphs_of(profile, s), notes) for s in
+                ("ICD-10 Syn", "HPO Graph", "MeSH Syn", "Comb", "BM25")}  # fmt: skip
+    both = linking.MENTIONS_AND_CONCEPTS
+    assert list(scenario.values()) == [linking.MENTIONS_ONLY, both, both, linking.MENTIONS_ONLY, ""]
+
+
+def test_supervised_split_is_by_patient(profile):
+    train, tested = systems_module.supervised_task(profile)
+    whole = systems_module.test_sets(profile)[0]
+    held_out, new = list(tested.values())[:2]
+    notes = {m.document for m in held_out.mentions}
+    trained_on = [m for m in whole.mentions if m.document not in notes]
+    assert len(trained_on) + len(held_out.mentions) == len(whole.mentions) and len(notes) > 20
+    assert set(pairs_of(train)) <= {(m.text.lower(), whole.concepts[c]) for m in trained_on for c in m.concepts}
+    patients = pd.read_csv(profile.notes / "splits.csv.gz").set_index("note_id")["subject_id"]
+    assert not set(patients[list(notes)]) & set(patients[[m.document for m in trained_on]])
+    seen = {c for _, c in pairs_of(train)}
+    assert 100 < len(new.mentions) < len(held_out.mentions)
+    assert not seen & {whole.concepts[c] for m in new.mentions for c in m.concepts}
+    assert not {text_key(m) for m, _ in pairs_of(train)} & {text_key(m.text) for m in new.mentions}
+    for other in systems_module.test_sets(profile)[1:]:  # zero-shot for them too
+        texts = {text_key(text) for text in train.used_texts()}
+        assert not texts & {text_key(m.text) for m in other.mentions}
+        assert not texts & {text_key(n) for m in other.mentions for c in m.concepts for n in other.names[c]}
+
+
+def test_open_tasks_are_of_the_papers_sizes(tasks):
+    # 141K and 41K pairs in the paper's older release; ours leaves out seventh characters and the test's texts
+    assert 0.8 < sum(map(len, tasks["ICD-10 Syn"])) / 141_000 < 1.2
+    assert 0.8 < sum(map(len, tasks["ICD-10 Graph"])) / 41_000 < 1.2
+    smallest = min(len(train) for name, (train, _) in tasks.items() if name != "Comb")
+    assert 0.99 * 6 * smallest <= len(tasks["Comb"][0]) <= 6 * smallest  # a pair of two tasks counts once
+
+
+def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile, tasks):
+    sizes, (train, dev) = profile.kg, tasks["Comb"]
+    searched = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
+    tested = systems_module.own_test(profile, "Comb")
+    assert len(tested.mentions) > 10 and len(searched.mentions) > 10
+    assert not {m.text for m in tested.mentions} & {m.text for m in searched.mentions}
+
+
+def test_what_was_seen_is_of_training_pairs(tasks):
+    train, _ = tasks["HPO Graph"]
+    shown = sorted({pair for step in pair_schedule([len(train)], PairConfig(max_steps=2)) for _, pair in step})
+    seen = linking.seen_task(train, shown, mentions=50, concepts=100, seed=0)
+    assert {m.text for m in seen.mentions} <= {train.pair(i)[0] for i in shown}
+    pairs = set(pairs_of(train))
+    assert (
+        all((m.text, seen.concepts[c]) in pairs for m in seen.mentions for c in m.concepts) and len(seen.mentions) == 50
+    )
+
+
+def test_seen_concepts_are_none_in_the_second_scenario(profile):
+    shares = report.seen_concepts(profile)
+    for test_set in systems_module.test_sets(profile):
+        for name, share in shares[test_set.name].items():
+            setting = linking.zero_shot_setting(systems_module.graphs_of(profile, name), test_set)
+            assert (share == 0) == (setting == linking.MENTIONS_AND_CONCEPTS)
+
+
+def test_own_dev_mentions_are_of_no_training_pair(tasks):
+    for train, dev in tasks.values():
+        own = linking.own_task(train, dev, mentions=300, concepts=500, seed=0)
+        asked, held = {m.text for m in own.mentions}, {m for m, _ in pairs_of(train)}
+        assert own.mentions and not asked & held
+        pairs = set(pairs_of(dev))
+        assert all((m.text, own.concepts[c]) in pairs for m in own.mentions for c in m.concepts)
+
+
+def test_the_training_is_the_searchs_best_on_dev(profile):
+    record, sizes = pd.read_csv(rate_search.RECORD), profile.kg
+    for task, chosen in ((systems_module.COMB, sizes.training), (systems_module.SUPERVISED, sizes.supervised)):
+        rows = record[record["task"] == task]
+        assert {artifacts.digest(c) for c in [None, *rate_search.candidates(profile, task)]} == set(rows["config"]), (
+            "the record is of other candidates; run python -m drehr_utils.papers.kg.rate_search"
+        )
+        best = rows.dropna(subset="scale").sort_values(["R@1", "R@25"]).iloc[-1]
+        assert (best["learning rate"], best["scale"], bool(best["false negatives masked"])) == (
+            chosen.learning_rate, chosen.scale, chosen.mask_false_negatives)  # fmt: skip
+
+
+def test_the_supervised_losss_dev_notes_are_training_notes(profile):
+    (chosen_by, dev), (task, tested) = systems_module.supervised_dev(profile), systems_module.supervised_task(profile)
+    notes, held_out = ({m.document for m in part.mentions} for part in (dev, tested["held-out notes"]))
+    assert notes and held_out and not notes & held_out
+    assert set(pairs_of(chosen_by)) < set(pairs_of(task))
+    whole = systems_module.test_sets(profile)[0]
+    trained_on = {m.document for m in whole.mentions} - notes - held_out
+    assert {text for text, _ in pairs_of(chosen_by)} <= {m.text for m in whole.of_documents(trained_on).mentions}
+
+
+def test_gain_draws_centre_on_the_gain_and_pair_the_systems(profile, tasks):
+    test_sets = {t.name: t for t in systems_module.test_sets(profile)[:1]}
+    systems = {"BM25": "BM25", "the same": "BM25", "start": "start"}
+    draws = report.gain_draws(profile, systems, test_sets, "start", 400)
+    rows = report.compare(profile, systems, test_sets, "start").set_index(["system", "group", "metric"])["ours"]
+    assert (draws["BM25"] == draws["the same"]).all(axis=None) and (draws["start"] == 0).all(axis=None)
+    for group, metric in draws["BM25"]:
+        gain = rows["BM25", group, metric] - rows["start", group, metric]
+        part = draws["BM25", group, metric]
+        assert abs(part.mean() - gain) < 4 * part.std() / 20 + 0.5 and part.std() > 0
+
+
+def test_release_files_take_the_place_of_hpo_and_mesh(tmp_path, monkeypatch, capsys):
+    for folder in ("snomed", "META"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(systems_module, "KG_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("DREHR_SNOMED", str(snomed_release(tmp_path / "snomed")))
+    monkeypatch.setenv("DREHR_UMLS", str(umls_release(tmp_path / "META")))
+    monkeypatch.setenv("DREHR_PUBLIC_DATA", str(tmp_path))
+    mimic = replace(load_profile("mimic"), seed=7)  # graphs() keeps a profile's: not another test's
+    assert list(systems_module.graphs(mimic)) == ["SNOMED", "UMLS"] and "stands in" not in capsys.readouterr().out
+    whole = systems_module.whole_tasks(mimic)
+    assert ("shortness of breath", "dyspnea (finding)") in pairs_of(whole["SNOMED Syn"])
+    assert ("dyspnea (finding)", "clinical finding (finding)") in pairs_of(whole["SNOMED Graph"])
+    assert ("type 2 diabetes", "niddm") in pairs_of(whole["UMLS Syn"])
+    assert ("niddm", "diabetes mellitus") in pairs_of(whole["UMLS Graph"])
+    assert report.paper_names(mimic)["UMLS Syn"] == "UMLS Syn"
+    monkeypatch.delenv("DREHR_UMLS")
+    assert list(systems_module.graphs(replace(mimic, seed=8))) == ["SNOMED", "MeSH"]
+    assert "DREHR_UMLS is not set: MeSH" in capsys.readouterr().out
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_torchs_cross_entropy_and_by_hand():
+    torch.manual_seed(0)
+    m, c = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    S = similarity(m, c)
+    assert torch.allclose(S, torch.einsum("id,jd->ij", m, c))
+    assert torch.allclose(mean_negative_log_likelihood(S), torch.nn.functional.cross_entropy(S, torch.arange(9)))
+    by_hand = torch.tensor([[2.0, 0.0], [1.0, 1.0]])
+    expected = [-math.log(1 + math.exp(-2)), -math.log(2)]
+    torch.testing.assert_close(log_probability(by_hand), torch.tensor(expected))
+    left_out = torch.tensor([[True, True], [False, True]])  # the diagonal stays whatever is asked
+    torch.testing.assert_close(log_probability(by_hand, left_out), torch.tensor([0.0, -math.log(2)]))
+
+
+def test_the_equation_as_printed_sees_no_negative():
+    diagonal = torch.diag(torch.full((4,), 3.0))
+    hard = diagonal + 50 * (1 - torch.eye(4))  # every negative far above every positive
+    for S in (diagonal, hard):
+        torch.testing.assert_close(log_probability_as_printed(S), torch.full((4,), -math.log(4)))
+    assert mean_negative_log_likelihood(hard) > 40 > 1 > mean_negative_log_likelihood(diagonal)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_schedule_covers_an_epoch_and_takes_a_batch_of_each_task():
+    config = PairConfig(batch_size=4, epochs=2)
+    schedule = pair_schedule([10, 3], config)
+    assert len(schedule) == 4 and schedule == pair_schedule([10, 3], config)
+    for epoch in (schedule[:2], schedule[2:]):
+        first = [i for step in epoch for task, i in step if task == 0]
+        assert len(first) == len(set(first)) == 8  # the last two don't fill a batch
+    assert all(sorted(i for task, i in step if task == 1) == [0, 1, 2] for step in schedule)
+    assert len(pair_schedule([10, 3], PairConfig(batch_size=4, max_steps=3))) == 3
+
+
+SMALL = Task.from_pairs("s", "g", [(f"{w} of the {x}", f"{x} {w}") for w in ("pain", "cyst") for x in ("knee", "hip")])
+OTHER = Task.from_pairs("o", "g", [("kidney stone", "renal calculus"), ("heart attack", "myocardial infarction")])
+
+
+def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
+    profile = load_profile("smoke")
+    config = PairConfig(batch_size=4, max_steps=6, learning_rate=1e-4, warmup_ratio=0.5)
+    curves, embeddings = [], []
+    for run in range(2):
+        encoder = systems_module.starting_encoder(profile)
+        if not run:
+            sides = [
+                [torch.from_numpy(encode(encoder, [task.pair(i)[side] for i in range(len(task))])) for side in (0, 1)]
+                for task in (SMALL, OTHER)
+            ]
+            expected = sum(torch.nn.functional.cross_entropy(20 * m @ c.T, torch.arange(len(m))) for m, c in sides)
+        curves.append(train_pairs(encoder, [SMALL, OTHER], config, tmp_path / str(run), progress=False))
+        embeddings.append(encode(encoder, ["knee pain"]))
+    pd.testing.assert_frame_equal(*curves)
+    np.testing.assert_array_equal(*embeddings)
+    loss = curves[0]["loss"].to_numpy()
+    # bf16 where the CPU has it: a first step at learning rate 0
+    assert loss[0] == pytest.approx(expected.item(), rel=0.05) and loss[-1] < loss[0]
+
+
+def test_trained_model_is_made_once(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)  # Profile.cache
+    profile = replace(load_profile("smoke"), seed=1)
+    config = PairConfig(batch_size=2, max_steps=1)
+    folder, curve = systems_module.trained(profile, [SMALL], config)
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    again, same = systems_module.trained(profile, [SMALL], config)
+    assert again == folder and (folder / "model.safetensors").stat().st_mtime_ns == made
+    pd.testing.assert_frame_equal(curve, same)
+    assert systems_module.trained(profile, [OTHER], config)[0] != folder
+
+
+def test_notes_of_the_linking_test_set_are_test_notes(profile):
+
+    splits = read_splits(profile.notes, pipeline.notes(profile)[0])
+    assert {splits[m.document] for m in systems_module.test_sets(profile)[0].mentions} == {"test"}

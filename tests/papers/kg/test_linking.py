@@ -1,0 +1,132 @@
+"""Test sets and recall: a miniature NCBI Disease file, the open mentions, ranks against a plain sort."""
+
+import gzip
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.papers.kg.linking import (
+    Mention,
+    TestSet,
+    best_concepts,
+    load_ncbi_disease,
+    load_open_linking,
+    read_ncbi,
+    recall_values,
+    resolve_ids,
+)
+from drehr_utils.papers.kg.systems import OPEN_LINKING
+from drehr_utils.search.fusion import tie_keys
+
+TEXT = "1|t|Title.\n1|a|Abstract.\n"
+
+
+def graph():
+    made = KnowledgeGraph()
+    for cui, terms in {"A": ["gout", "podagra", "cd"], "B": ["crohn disease", "cd"], "C": ["rash"]}.items():
+        made.cui2pt[cui] = terms[0]
+        for term in terms:
+            made.add_term(cui, term)
+    return made
+
+
+def write(path, rows, text=TEXT):
+    with gzip.open(path, "wt") as file:
+        file.write(text + "".join("\t".join(row) + "\n" for row in rows) + "\n")
+
+
+def test_ids_are_resolved_by_majority_of_unambiguous_names():
+    annotated = [("1", mention, concept) for mention, concept in [
+        ("Gout", "D1"), ("podagra", "D1"), ("rash", "D1"), ("CD", "D2"), ("crohn disease", "D2"),
+        ("rash", "D3"), ("gout", "D3"), ("rash", "OMIM:1"), ("hives", "D4")]]  # fmt: skip
+    assert resolve_ids(annotated, graph()) == {"D1": "A", "D2": "B"}  # D3: half and half
+
+
+def test_ncbi_disease_from_a_folder(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "ncbi_disease"
+    folder.mkdir()
+    row = ("1", "0", "4")
+    write(folder / "NCBItrainset_corpus.txt.gz", [(*row, "gout", "SpecificDisease", "D1")])
+    write(folder / "NCBIdevelopset_corpus.txt.gz", [(*row, "Crohn disease", "SpecificDisease", "D2 ")])
+    kinds = [("Gouty attack", "D1"), ("gouty attack", "D1"), ("CD", "MESH:D2"), ("rash", "D3"), ("rash", "D3"),
+             ("x and y", "D1|D2"), ("y", "OMIM:3"), ("z", "C0123")]  # fmt: skip
+    write(folder / "NCBItestset_corpus.txt.gz", [(*row, mention, "Modifier", i) for mention, i in kinds])
+    monkeypatch.setenv("DREHR_PUBLIC_DATA", str(tmp_path))
+    data = load_ncbi_disease(graph(), "MeSH")
+    assert [(m.text, set(m.concepts)) for m in data.mentions] == [("Gouty attack", {"A"}), ("CD", {"B"})]
+    assert data.concepts == {"A": "gout", "B": "crohn disease", "C": "rash"} and data.names["A"] == [
+        "gout",
+        "podagra",
+        "cd",
+    ]
+    assert sorted(data.left_out.values()) == [1, 1, 2, 2] and data.left_out.total() + 2 == len(kinds)
+    assert "Public domain" in capsys.readouterr().out
+    (folder / "NCBItestset_corpus.txt.gz").unlink()
+    assert load_ncbi_disease(graph(), "MeSH") is None
+    printed = capsys.readouterr().out
+    assert "DREHR_PUBLIC_DATA" in printed and str(tmp_path) not in printed
+
+
+def test_ncbi_disease_malformed(tmp_path):
+    path = tmp_path / "mini.txt.gz"
+    write(path, [("1", "0", "4", "gout", "D1")])
+    with pytest.raises(DataError, match=r"mini.txt.gz, row 3: 5 columns"):
+        read_ncbi(path)
+    write(path, [("1", "0", "4", "gout", "SpecificDisease", " ")])
+    with pytest.raises(DataError, match=r"row 3, field concept id: empty"):
+        read_ncbi(path)
+
+
+def test_open_linking_counts_and_encounters():
+    data = load_open_linking(OPEN_LINKING)
+    table = pd.read_csv(OPEN_LINKING, dtype=str)
+    assert len(data.mentions) + data.left_out.total() == len(table)
+    assert all(m.concepts <= data.concepts.keys() for m in data.mentions)
+    code = dict(zip([m.text for m in data.mentions], [min(m.concepts) for m in data.mentions], strict=True))
+    assert code["core temp 31.8 c"] == "T68"  # T68.XXXA: hypothermia, initial encounter
+    assert code["schizophrenia"] == "F20.9" and "B20" in data.concepts
+    assert "I10" in data.concepts and "E11" not in data.concepts  # the most specific codes only
+    assert 30_000 < len(data.concepts) < 40_000
+
+
+def test_open_linking_malformed(tmp_path):
+    path = tmp_path / "mentions.csv"
+    row = {"note_id": "1", "split": "test", "mention": "gout", "icd10cm_code": "M10.9", "icd10cm_title": "Gout"}
+    for change, message in (
+        ({"mention": " "}, "row 3, field mention: empty"),
+        ({"icd10cm_code": "Q99.99"}, "row 3, field icd10cm_code: 'Q99.99'"),
+        ({"icd10cm_code": "E11"}, "row 3, field icd10cm_code: 'E11' is no specific"),
+    ):
+        pd.DataFrame([row, row | change]).to_csv(path, index=False)
+        with pytest.raises(DataError, match=message):
+            load_open_linking(path)
+    pd.DataFrame([row]).drop(columns="mention").to_csv(path, index=False)
+    with pytest.raises(DataError, match="field mention: missing column"):
+        load_open_linking(path)
+
+
+def test_best_concepts_equal_a_full_sort_with_ties():
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 4, (60, 90)).astype(float)  # ties everywhere, also at the cut
+    mentions, concepts = [f"m{i}" for i in range(60)], [f"c{i}" for i in range(90)]
+    expected = np.lexsort((tie_keys(mentions, concepts), -scores), axis=-1)[:, :25]
+    np.testing.assert_array_equal(best_concepts(lambda part: scores[part], mentions, concepts), expected)
+    assert best_concepts(lambda part: scores[part, :3], mentions, concepts[:3]).shape == (60, 3)
+
+
+def test_recall_by_hand_and_cut():
+    concepts = {f"c{i}": f"concept {i}" for i in range(40)}
+    mentions = [
+        Mention(f"m{i}", "d", "t", frozenset(gold)) for i, gold in enumerate([["c0"], ["c1"], ["c39"], ["c5", "c0"]])
+    ]
+    data = TestSet("t", "g", concepts, {}, mentions)
+    scores = np.tile(-np.arange(40.0), (4, 1))  # c0 first, c39 last, for every mention
+    values = recall_values(data, lambda part: scores[part]).pivot(index="search_id", columns="metric", values="value")
+    assert values["R@1"].tolist() == [100, 0, 0, 100] and values["R@25"].tolist() == [100, 100, 0, 100]
+    small = data.cut(3, 10, seed=0)
+    assert len(small.concepts) == 10 and {"c0", "c1", "c39"} <= small.concepts.keys()
+    assert list(small.concepts) == [c for c in concepts if c in small.concepts] and data.cut(None, None, 0) == data
+    assert small.concepts == data.cut(3, 10, seed=0).concepts != data.cut(3, 10, seed=1).concepts

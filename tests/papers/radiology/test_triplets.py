@@ -1,0 +1,114 @@
+"""The triplet loss against PyTorch's, hard sampling against a plain search, one short training run."""
+
+import numpy as np
+import pytest
+import torch
+
+from drehr_utils.config import TripletConfig
+from drehr_utils.errors import DataError
+from drehr_utils.papers.radiology.reports import Entry, remembering, separations
+from drehr_utils.papers.radiology.triplets import (
+    TripletSet,
+    cosine_distance,
+    mega_batches,
+    sample_unmatched,
+    train_triplets,
+    triplet_loss,
+    tune_mlm,
+)
+from drehr_utils.training import encoders
+
+ENTRIES = [
+    Entry("Small left pneumothorax.", True, "pneumothorax"),
+    Entry("No pneumothorax is seen.", False, "pneumothorax"),
+    Entry("Large right effusion with pneumothorax.", True, "pneumothorax"),
+    Entry("Large right effusion with pneumothorax.", True, "pleural effusion"),
+    Entry("There is no pleural fluid.", False, "pleural effusion"),
+    Entry("The heart is enlarged, cardiomegaly.", True, "cardiomegaly"),
+]
+
+
+def test_triplet_loss_equals_pytorchs():
+    torch.manual_seed(0)
+    q, m, u = torch.randn(3, 20, 8)
+    reference = torch.nn.TripletMarginWithDistanceLoss(
+        distance_function=lambda a, b: 1 - torch.nn.functional.cosine_similarity(a, b), margin=0.5
+    )
+    torch.testing.assert_close(triplet_loss(q, m, u), reference(q, m, u))
+
+
+def test_triplet_loss_by_hand():
+    q = torch.tensor([[1.0, 0.0]])
+    m, u = torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 3.0]])
+    assert cosine_distance(q, m).item() == pytest.approx(1)
+    assert triplet_loss(q, m, u).item() == pytest.approx(1 - (1 - 2**-0.5) + 0.5)
+    assert triplet_loss(q, q, -q).item() == 0  # further apart than the margin
+
+
+def test_hard_sampling_is_the_most_similar_unmatched():
+    torch.manual_seed(0)
+    S, matched = torch.randn(30, 12), torch.rand(30, 12) < 0.4
+    matched[3] = True
+    chosen = sample_unmatched(S, matched, hard=True)
+    for row in range(30):
+        free = [c for c in range(12) if not matched[row, c]]
+        assert chosen[row] == (max(free, key=lambda c: S[row, c].item()) if free else -1)
+    draws = torch.stack([sample_unmatched(S, matched, False, torch.Generator().manual_seed(s)) for s in range(300)])
+    for row in range(30):
+        free = {c for c in range(12) if not matched[row, c]} or {-1}
+        assert set(draws[:, row].tolist()) == free
+
+
+def test_mega_batches_keep_the_steps_and_widen_the_pool():
+    small, wide = (TripletConfig(mega_batch=m, batch_size=4, epochs=3) for m in (4, 16))
+    pools, steps = mega_batches(42, small)
+    wide_pools, wide_steps = mega_batches(42, wide)
+    assert [[entry for _, entry in step] for step in steps] == [[entry for _, entry in step] for step in wide_steps]
+    for some, taken in ((pools, steps), (wide_pools, wide_steps)):
+        assert all(entry in some[pool] for step in taken for pool, entry in step)
+        assert all(len({pool for pool, _ in step}) == 1 for step in taken)
+    assert max(map(len, wide_pools)) == 16 and max(map(len, pools)) == 4
+    assert sorted(sum(wide_pools[:3], [])) == list(range(42)) and wide_pools[0] != wide_pools[3]
+    assert mega_batches(42, TripletConfig(max_steps=2))[1] == mega_batches(42, TripletConfig())[1][:2]
+
+
+def test_labels_of_the_papers_rows():
+    assert TripletConfig(hard=False, mega_batch=32).label == "SBERT/RS/NB(32)"
+    assert TripletConfig(mega_batch=128).label == "SBERT/HS/MB(128)"
+
+
+def test_a_matched_sentence_is_never_the_unmatched_one():
+    data = TripletSet.build(ENTRIES)
+    assert data.matched[data.query_of, data.sentence_of].all() and data.matched.sum() == len(ENTRIES)
+    with pytest.raises(DataError, match="fewer than two"):
+        TripletSet.build(ENTRIES[:1])
+
+
+def test_training_tells_a_finding_from_its_denial_and_repeats_itself():
+    config = TripletConfig(batch_size=3, mega_batch=6, epochs=4, learning_rate=2e-4)
+    start = encoders.load_encoder("minilm")
+    before = separations(remembering(start), ENTRIES)
+    first = train_triplets(encoders.load_encoder("minilm"), ENTRIES, config, progress=False)
+    again = train_triplets(encoders.load_encoder("minilm"), ENTRIES, config, progress=False)
+    after = separations(remembering(first), ENTRIES)
+    assert after.mean() > before.mean() + 0.1
+    np.testing.assert_array_equal(after, separations(remembering(again), ENTRIES))
+
+
+def test_mlm_tuning_changes_the_encoder_and_uses_no_label():
+    tuned = tune_mlm(
+        encoders.load_encoder("minilm"), [e.sentence for e in ENTRIES], TripletConfig(batch_size=3, epochs=1), False
+    )
+    embedded = encoders.encode(tuned, [e.sentence for e in ENTRIES])
+    assert np.isfinite(embedded).all()
+    assert not np.allclose(embedded, encoders.encode(encoders.load_encoder("minilm"), [e.sentence for e in ENTRIES]))
+
+
+def test_a_batch_without_an_unmatched_sentence_teaches_nothing():
+    entries = [Entry(s, True, f) for s in ("Edema and effusion.", "Effusion, edema.") for f in ("edema", "effusion")]
+    start = encoders.load_encoder("minilm")
+    trained = train_triplets(
+        encoders.load_encoder("minilm"), entries, TripletConfig(batch_size=2, mega_batch=4, epochs=1), progress=False
+    )
+    texts = [e.sentence for e in entries]
+    np.testing.assert_allclose(encoders.encode(trained, texts), encoders.encode(start, texts), atol=1e-5)

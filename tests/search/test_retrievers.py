@@ -1,0 +1,210 @@
+"""The registry's pieces on tiny models with random weights, against plain transformers; scores by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPTNeoXConfig,
+    GPTNeoXModel,
+    PreTrainedTokenizerFast,
+)
+
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.errors import DataError
+from drehr_utils.search import retrievers
+from drehr_utils.search.retrievers import (
+    REGISTRY,
+    RetrieverSpec,
+    as_in_cliniq,
+    embed_texts,
+    find_retriever,
+    load_retriever,
+    retriever_scores,
+    similarity_scores,
+)
+from drehr_utils.training.encoders import encode, load_encoder
+
+QUERIES = ["renal failure", "htn", "heart failure with reduced ejection fraction after infarction"]
+PASSAGES = ["patient with htn and renal failure on dialysis", "no events", "ejection fraction 20 after infarction"]
+WORDS = sorted(
+    {word for text in [*QUERIES, *PASSAGES] for word in text.split()} | set("instruct : given query".split())
+)
+
+
+def tokenizer(folder, special, template=None):
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template:
+        named = [(token, vocabulary[token]) for token in special.values() if token in template]
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=named)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    fast.save_pretrained(folder)
+    return len(vocabulary)
+
+
+def bert(folder, seed):
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    size = tokenizer(folder, special, "[CLS] $A [SEP]")
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def decoder(folder, bos=False):
+    """A tiny GPT-NeoX (BMRetriever-410M's kind) whose tokenizer, as that one's, adds no end-of-text token."""
+    special = {"unk_token": "<unk>", "eos_token": "<end>"} | ({"bos_token": "<s>"} if bos else {})
+    size = tokenizer(folder, special, "<s> $A" if bos else None)
+    torch.manual_seed(3)
+    GPTNeoXModel(
+        GPTNeoXConfig(
+            vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=64, initializer_range=0.5, bos_token_id=0, eos_token_id=1,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@torch.no_grad()
+def states(folder, ids):
+    return AutoModel.from_pretrained(folder).eval()(input_ids=torch.tensor([ids])).last_hidden_state[0].numpy()
+
+
+def test_two_encoders_with_cls_pooling_and_dot_products(tmp_path):
+    query, article = bert(tmp_path / "q", 1), bert(tmp_path / "d", 2)
+    spec = replace(REGISTRY["MedCPT"], model=article, query_model=query, query_tokens=4)
+    assert (spec.pooling, spec.similarity) == ("cls", "dot")
+    found = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    for folder, texts, limit, embeddings in ((query, QUERIES, 4, found[0]), (article, PASSAGES, 512, found[1])):
+        plain = AutoTokenizer.from_pretrained(folder)
+        for text, embedding in zip(texts, embeddings, strict=True):
+            ids = plain(text, truncation=True, max_length=limit)["input_ids"]
+            np.testing.assert_allclose(embedding, states(folder, ids)[0], atol=1e-5)
+    norms = np.linalg.norm(found[0], axis=1)
+    assert abs(norms - 1).min() > 0.1  # not normalised: lengths count in a dot product
+    np.testing.assert_allclose(similarity_scores(spec, *found), found[0] @ found[1].T, rtol=1e-5)
+    one, same = load_retriever(replace(spec, query_model=None), device="cpu")
+    assert one is same
+    two, other = load_retriever(spec, device="cpu")
+    assert two is not other and (two.max_seq_length, other.max_seq_length) == (4, 512)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("limit", [512, 6])
+def test_last_token_pooling_with_an_added_end_token_that_truncation_keeps(tmp_path, bos, limit):
+    folder = decoder(tmp_path / "model", bos)
+    spec = RetrieverSpec(
+        "tiny", folder, pooling="lasttoken", query_prefix="given query : ", append_eos=True, similarity="dot",
+        passage_tokens=limit, passage_prefix="instruct : ",
+    )  # fmt: skip
+    queries, passages = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    plain = AutoTokenizer.from_pretrained(folder)
+    for prefix, texts, found in (("given query : ", QUERIES, queries), ("instruct : ", PASSAGES, passages)):
+        for text, embedding in zip(texts, found, strict=True):
+            ids = plain(prefix + text)["input_ids"][: limit - 1] + [plain.eos_token_id]
+            assert ids[0] == plain.bos_token_id if bos else ids[-2] != plain.eos_token_id
+            np.testing.assert_allclose(embedding, states(folder, ids)[-1], atol=1e-5)
+
+
+def test_a_saved_pooling_can_skip_the_instruction(tmp_path):
+    """NV-Embed's: the instruction is read but not pooled; so the prefix must go in as a prompt."""
+    folder = bert(tmp_path / "plain", 4)
+    transformer = Transformer(str(folder))
+    model = SentenceTransformer(modules=[transformer, Pooling(32, "mean", include_prompt=False)], device="cpu")
+    model.save(str(tmp_path / "saved"), create_model_card=False)
+    spec = RetrieverSpec("tiny", tmp_path / "saved", query_prefix="instruct : given query : ", similarity="dot")
+    queries, passages = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    plain = AutoTokenizer.from_pretrained(folder)
+    ids = plain("instruct : given query : " + QUERIES[0])["input_ids"]
+    np.testing.assert_allclose(queries[0], states(folder, ids)[6:].mean(axis=0), atol=1e-5)  # [CLS] and 5 words skipped
+    np.testing.assert_allclose(passages[0], states(folder, plain(PASSAGES[0])["input_ids"]).mean(axis=0), atol=1e-5)
+
+
+def test_minilm_is_the_projects_encoder():
+    spec = find_retriever("MiniLM (start)")
+    queries, passages = embed_texts(spec, QUERIES, PASSAGES)
+    model = load_encoder("minilm")
+    np.testing.assert_allclose(queries, encode(model, QUERIES), atol=1e-5)
+    np.testing.assert_allclose(
+        similarity_scores(spec, queries, passages), encode(model, QUERIES) @ encode(model, PASSAGES).T, atol=1e-5
+    )
+
+
+def test_registry_has_the_papers_list_with_each_models_own_settings():
+    from drehr_utils.evaluation.tables import paper_figures
+
+    papers = {s for s in paper_figures("cliniq", 3)["system"] if not s.startswith(("BM25", "RRF"))}
+    assert papers == set(REGISTRY) - {"MiniLM (start)"}
+    pooling = {name: spec.pooling for name, spec in REGISTRY.items()}
+    assert pooling["bge-base-en-v1.5"] == pooling["MedCPT"] == "cls" and pooling["NV-Embed-v2"] is None
+    assert {pooling[n] for n in papers if n.startswith(("BMRetriever", "gte"))} == {"lasttoken"}
+    assert {n for n, s in REGISTRY.items() if s.similarity == "dot"} == {
+        n for n in papers if n.startswith(("BMR", "Med"))
+    }
+    assert {n for n, s in REGISTRY.items() if s.trust_remote_code} == {n for n in papers if n.startswith(("NV", "gte"))}
+    for name, spec in REGISTRY.items():
+        assert spec.query_prefix.startswith("Instruct: ") == name.startswith(("NV", "gte"))
+        published = as_in_cliniq(spec)
+        assert published.similarity == "cosine" and (spec.api or published.query_tokens == 512)
+    assert REGISTRY["bge-base-en-v1.5"].query_prefix and not as_in_cliniq(REGISTRY["bge-base-en-v1.5"]).query_prefix
+
+
+def test_by_name_or_path(tmp_path):
+    assert find_retriever("MedCPT") is REGISTRY["MedCPT"]
+    folder = bert(tmp_path / "mine", 5)
+    assert find_retriever(str(folder)) == RetrieverSpec("mine", folder)
+    assert find_retriever("owner/model").model == "owner/model"
+    with pytest.raises(DataError, match="retriever 'nowhere': no folder") as error:
+        find_retriever(tmp_path / "nowhere")
+    assert str(tmp_path) not in str(error.value)
+    with pytest.raises(DataError, match="nowhere: no such model folder"):
+        load_retriever(RetrieverSpec("x", tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="x: model is not in the hub's cache") as error:
+        load_retriever(RetrieverSpec("x", "no-such-owner/model"))  # offline
+    assert error.value.__suppress_context__
+    with pytest.raises(ValueError, match="similarity 'manhattan'"):
+        RetrieverSpec("x", "y", similarity="manhattan")
+
+
+def test_scores_are_kept_and_made_again_when_the_model_changes(tmp_path, monkeypatch):
+    folder = bert(tmp_path / "model", 6)
+    bench = Benchmark(
+        corpus=dict(zip("abc", PASSAGES, strict=True)),
+        queries=dict(zip("xyz", QUERIES, strict=True)),
+        query_types={}, patients=[], qrels={}, match_types={},
+    )  # fmt: skip
+    spec = RetrieverSpec("tiny model", folder, pooling="cls")
+    first = retriever_scores(spec, bench, tmp_path / "kept")
+    expected = similarity_scores(spec, *embed_texts(spec, QUERIES, PASSAGES))
+    np.testing.assert_allclose(first, expected, atol=1e-6)
+    assert first.shape == (3, 3) and first.max() <= 1.001
+
+    def fail(*args, **kwargs):
+        raise AssertionError("encoded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retrievers, "embed_texts", fail)
+        np.testing.assert_array_equal(retriever_scores(spec, bench, tmp_path / "kept"), first)
+    bert(folder, 7)  # other weights in the same folder
+    again = retriever_scores(spec, bench, tmp_path / "kept")
+    assert abs(again - first).max() > 0.01 and len(list((tmp_path / "kept").glob("tiny-model-*.npz"))) == 2
+
+
+def test_a_diverged_model_is_refused():
+    spec = RetrieverSpec("tiny", "x/y", similarity="dot")
+    with pytest.raises(DataError, match="tiny: embeddings that are not finite"):
+        similarity_scores(spec, np.full((1, 4), np.nan), np.ones((2, 4)))

@@ -1,0 +1,264 @@
+"""Training on a few chunks: the schedule, resuming, determinism, equal encodings, a model that any tool loads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import MistralConfig, MistralModel, TrainerCallback
+
+from drehr_utils import pipeline
+from drehr_utils.config import StageConfig
+from drehr_utils.data.notes import Chunk
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import load_profile
+from drehr_utils.training import encoders, sampling, trainer
+from drehr_utils.training import trainer as training
+from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
+from drehr_utils.training.sampling import TrainingSet, batch_schedule, draw_positives
+from drehr_utils.training.trainer import train_stage
+
+CONFIG = StageConfig(
+    positives_per_chunk=4, batch_size=4, epochs=6, learning_rate=2e-4, both_ways=True, mask_false_negatives=True
+)
+
+
+def data() -> TrainingSet:
+    texts = ["chf on lasix", "htn on lisinopril", "dm2 on metformin", "copd on albuterol", "gerd on omeprazole",
+             "afib on warfarin", "oa on ibuprofen", "uti on ciprofloxacin"]  # fmt: skip
+    names = ["heart failure", "hypertension", "diabetes", "chronic obstructive pulmonary disease", "reflux",
+             "atrial fibrillation", "osteoarthritis", "urinary tract infection"]  # fmt: skip
+    chunks = [Chunk(f"n{i // 2}_{i % 2}", f"n{i // 2}", text) for i, text in enumerate(texts)]
+    rows = [(c.id, [("disease", n), ("drug", c.text.split()[-1])]) for c, n in zip(chunks, names, strict=True)]
+    return TrainingSet.build(chunks, PositiveSets.build(rows, STAGE2_SOURCES))
+
+
+def weights(encoder) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in encoder.parameters()])
+
+
+def test_draws_are_exact_in_number_and_cover_short_lists():
+    rng = np.random.default_rng(0)
+    assert sorted(draw_positives(["a", "b"], 5, rng))[:1] == ["a"] and set(draw_positives(["a", "b"], 5, rng)) == {
+        "a",
+        "b",
+    }
+    many = draw_positives([str(i) for i in range(50)], 16, rng)
+    assert len(many) == len(set(many)) == 16
+    dataset = sampling.PositivePairs(data(), replace(CONFIG, positives_per_chunk=1))
+    assert len({dataset[(epoch, 0)].drawn[0] for epoch in range(20)}) == 2  # drawn anew each epoch
+    assert dataset[(3, 0)] == dataset[(3, 0)]
+
+
+def test_each_epoch_visits_every_chunk_once_and_groups_a_notes_chunks():
+    notes = [f"n{i // 10}" for i in range(40)]
+    schedule = batch_schedule(notes, StageConfig(batch_size=10, epochs=2))
+    assert len(schedule) == 8
+    for epoch in (0, 1):
+        visited = [i for batch in schedule for e, i in batch if e == epoch]
+        assert sorted(visited) == list(range(40))
+    assert schedule == batch_schedule(notes, StageConfig(batch_size=10, epochs=2))
+    assert schedule != batch_schedule(notes, StageConfig(batch_size=10, epochs=2, seed=1))
+    grouped = batch_schedule(notes, StageConfig(batch_size=10, chunks_per_note=5))
+    assert all(len({notes[i] for _, i in batch}) <= 2 for batch in grouped)
+
+
+def test_buckets_change_no_embedding():
+    encoder = pipeline.starting_encoder(load_profile("smoke")).eval()
+    texts = ["htn", "chronic kidney disease, stage 3", "a", "word " * 60, "metformin 500 mg"]
+    with torch.no_grad():
+        bucketed = encoders.embed_buckets(encoder, encoders.token_buckets(encoder, texts, 512, 3)).cpu().numpy()
+    assert np.allclose(bucketed, encoder.encode(texts, normalize_embeddings=True), atol=1e-5)
+
+
+def test_gradients_equal_those_of_every_entity_encoded_by_itself():
+    """Encoding a repeated entity once must not change what is learnt."""
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    config = replace(CONFIG, both_ways=True, mask_false_negatives=True)
+    trainer.prepare_for_training(encoder, config)
+    encoder.train()
+    rows = [sampling.Row("chf on lasix", ["furosemide", "heart failure"], ["furosemide", "heart failure"]),
+            sampling.Row("edema, lasix", ["furosemide", "edema"], ["furosemide", "edema"])]  # fmt: skip
+    batch = sampling.Collator(encoder)(rows)
+    chunks, once = encoders.embed_buckets(encoder, batch["chunks"]), encoders.embed_buckets(encoder, batch["entities"])
+    trainer.contrastive_loss(
+        chunks @ once.T, batch["columns"], batch["known"], replace(config, both_ways=False)
+    ).backward()
+    ours = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+    encoder.zero_grad()
+    drawn = [term for row in rows for term in row.drawn]
+    four = torch.cat([encoders.embed_buckets(encoder, encoders.token_buckets(encoder, [t], 16, 1)) for t in drawn])
+    S = encoders.embed_buckets(encoder, batch["chunks"]) @ four.T
+    P = torch.tensor([[True, True, False, False], [False, False, True, True]])
+    N = torch.tensor([[False, False, False, True], [False, True, False, False]])  # the shared furosemide is masked
+    training.losses.multi_similarity_loss(S, P, N).backward()
+    plain = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+    assert torch.allclose(ours, plain, atol=1e-5)
+
+
+def test_training_learns_is_repeatable_and_resumes_where_it_stopped(tmp_path):
+    def run(folder, callbacks=()):
+        encoder = pipeline.starting_encoder(load_profile("smoke"))
+        curve = train_stage(
+            encoder, data(), CONFIG, tmp_path / folder, save_steps=100, callbacks=callbacks, progress=False
+        )
+        return encoder, curve
+
+    class StopAfterTwo(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+            control.should_save = control.should_training_stop
+
+    whole, curve = run("whole")
+    again, _ = run("again")
+    assert torch.equal(weights(whole), weights(again))
+    start = weights(pipeline.starting_encoder(load_profile("smoke")))
+    assert not torch.allclose(weights(whole), start) and len(curve) == 12
+    texts, names = data().texts, [data().positives(i)[0] for i in range(8)]
+
+    def margin(encoder) -> float:  # by how much a chunk is nearer to its own entity than to the others'
+        S = encoders.encode(encoder, texts) @ encoders.encode(encoder, names).T
+        return float(np.diag(S).mean() - S[~np.eye(8, dtype=bool)].mean())
+
+    assert margin(whole) > margin(pipeline.starting_encoder(load_profile("smoke")))
+    run("cut", [StopAfterTwo()])
+    resumed, curve = run("cut")
+    assert torch.allclose(weights(resumed), weights(whole), atol=1e-6) and curve["step"].tolist() == list(range(1, 13))
+
+
+def test_a_saved_model_is_a_sentence_transformers_folder(tmp_path):
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    train_stage(encoder, data(), replace(CONFIG, max_steps=1), tmp_path / "c", save_steps=0, progress=False)
+    encoders.save_encoder(encoder, tmp_path / "m")
+    assert (tmp_path / "m/model.safetensors").exists()
+    loaded = SentenceTransformer(str(tmp_path / "m"), device="cpu")
+    ours = encoders.encode(encoder, ["htn", "lasix", "htn"])
+    assert np.allclose(loaded.encode(["htn", "lasix", "htn"], normalize_embeddings=True), ours, atol=1e-5)
+    assert loaded.max_seq_length == 512
+
+
+def test_averaging_with_the_start():
+    profile = load_profile("smoke")
+    start, moved = pipeline.starting_encoder(profile), pipeline.starting_encoder(profile)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter += 1
+    mixed = encoders.average_weights(moved, start, 0.25)
+    assert torch.allclose(weights(mixed) - weights(start), torch.tensor(0.25), atol=1e-5)
+
+
+def test_a_decoder_with_lora_and_last_token_pooling_trains_and_merges(tmp_path):
+    """DR.EHR-large's path on a Mistral of two tiny layers, with the tokenizer at hand."""
+    model = MistralModel(MistralConfig(vocab_size=30522, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                       num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))  # fmt: skip
+    model.save_pretrained(tmp_path / "tiny")
+    pipeline.starting_encoder(load_profile("smoke")).tokenizer.save_pretrained(tmp_path / "tiny")
+    transformer = Transformer(str(tmp_path / "tiny"))
+    encoder = SentenceTransformer(modules=[transformer, Pooling(32, pooling_mode="lasttoken")], device="cpu")
+    before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
+    encoders.add_lora(encoder)
+    trained = [name for name, p in encoder.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    train_stage(encoder, data(), CONFIG, tmp_path / "c", save_steps=0, progress=False)
+    expected = encoders.encode(encoder, ["htn", "chf on lasix"])
+    encoders.save_encoder(encoder, tmp_path / "merged")
+    merged = encoders.load_encoder(tmp_path / "merged", device="cpu")
+    assert np.allclose(encoders.encode(merged, ["htn", "chf on lasix"]), expected, atol=1e-4)
+    assert not any("lora" in name for name, _ in merged.named_parameters()) and before
+
+
+def test_labels_are_completed_by_the_graph_and_concepts_join_as_anchors():
+    view = sampling.GraphView(
+        concepts_in=lambda text: frozenset({"C1"} if "lasix" in text else set()),
+        concepts_of=lambda term: frozenset({"C1"} if term == "furosemide" else set()),
+        names=[["furosemide", "lasix", "frusemide"]],
+    )
+    chunks = [Chunk("a_0", "a", "on lasix"), Chunk("b_0", "b", "edema")]
+    sets = PositiveSets.build([("a_0", [("disease", "edema")]), ("b_0", [("drug", "furosemide")])], STAGE2_SOURCES)
+    training_set = TrainingSet.build(chunks, sets, graph=view)
+    config = replace(CONFIG, batch_size=2, complete_labels=True, concepts_per_batch=1, positives_per_chunk=2)
+    (batch,) = batch_schedule(["a", "b"], replace(config, epochs=1, max_steps=None), len(view.names))
+    assert sorted(i for _, i in batch) == [0, 1, 2]  # 2: the concept, after the chunks
+    pairs = sampling.PositivePairs(training_set, config)
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    collated = sampling.Collator(encoder, view.concepts_of)([pairs[0, 0], pairs[0, 1]])
+    assert collated["known"].tolist() == [[True, True], [False, True]]  # edema, furosemide: completed for the first
+    concept = pairs[0, 2]
+    assert {concept.text, *concept.drawn} == set(concept.positives) == {"furosemide", "lasix", "frusemide"}
+    plain = sampling.PositivePairs(training_set, replace(config, complete_labels=False))
+    assert sampling.Collator(encoder, view.concepts_of)([plain[0, 0], plain[0, 1]])["known"].tolist()[0] == [
+        True,
+        False,
+    ]
+
+
+def test_broader_concepts_are_positive_and_related_ones_left_out():
+    view = sampling.GraphView(
+        concepts_in=lambda text: frozenset({"metformin"}) if "metformin" in text else frozenset(),
+        broader=lambda ids: frozenset({"antidiabetic"}) if ids else frozenset(),
+        related=lambda ids: frozenset({"diabetes", "antidiabetic"}) if ids else frozenset(),
+        concepts_of=lambda term: frozenset({term}),
+    )
+    chunks = [Chunk("a_0", "a", "on metformin"), Chunk("b_0", "b", "edema, sugars high")]
+    rows = [("a_0", [("drug", "metformin")]), ("b_0", [("disease", "diabetes"), ("drug", "antidiabetic")])]
+    training_set = TrainingSet.build(chunks, PositiveSets.build(rows, STAGE2_SOURCES), graph=view)
+    config = replace(
+        CONFIG, positives_per_chunk=2, complete_labels=True, complete_hypernyms=True, leave_out_related=True
+    )
+    pairs = sampling.PositivePairs(training_set, config)
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    batch = sampling.Collator(encoder, view.concepts_of)([pairs[0, 0], pairs[0, 1]])
+    order = np.argsort([["metformin", "diabetes", "antidiabetic"].index(t) for t in dict.fromkeys(
+        [*pairs[0, 0].drawn, *pairs[0, 1].drawn])])  # fmt: skip
+    assert batch["known"][:, order].tolist() == [[True, False, True], [False, True, True]]
+    assert batch["left_out"][:, order].tolist() == [[False, True, False], [False, False, False]]
+
+
+def test_what_is_left_out_contributes_nothing_to_the_loss():
+    S = torch.tensor([[0.6, 0.9], [0.2, 0.7]])
+    columns, known = torch.tensor([[0], [1]]), torch.eye(2, dtype=torch.bool)
+    left_out = torch.tensor([[False, True], [False, False]])
+    changed = S.clone()
+    changed[0, 1] = 0.3
+    losses = [trainer.contrastive_loss(s, columns, known, CONFIG, left_out).item() for s in (S, changed)]
+    assert losses[0] == losses[1]
+    assert trainer.contrastive_loss(S, columns, known, CONFIG).item() != losses[0]
+
+
+def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_path):
+    others = [f"{entity} {aspect}" for entity in ("gout", "scurvy", "rabies") for aspect in ("treatment", "causes")]
+    start = encoders.encode(pipeline.starting_encoder(load_profile("smoke")), others)
+
+    def drift(keep: float) -> float:
+        training_set = replace(data(), other_texts=others)
+        encoder = pipeline.starting_encoder(load_profile("smoke"))
+        config = replace(CONFIG, keep=keep, kept_per_chunk=2)
+        reference = pipeline.starting_encoder(load_profile("smoke"))
+        train_stage(
+            encoder, training_set, config, tmp_path / str(keep), reference=reference, save_steps=0, progress=False
+        )
+        return float((1 - (encoders.encode(encoder, others) * start).sum(1)).mean())
+
+    assert drift(20.0) < drift(0.0) / 2
+
+
+def test_mismatched_or_empty_data_is_refused():
+    chunks = [Chunk("n_0", "n", "x")]
+    with pytest.raises(DataError, match="belong to other chunks"):
+        TrainingSet.build(chunks, PositiveSets.build([("m_0", [])], STAGE2_SOURCES))
+    with pytest.raises(DataError, match="no chunk has a positive"):
+        TrainingSet.build(chunks, PositiveSets.build([("n_0", [])], STAGE2_SOURCES))
+
+
+def test_ablations_differ_by_what_their_name_says():
+    profile = load_profile("open")
+    assert profile.without_stage1().stage2 == profile.published.stage2 and profile.without_stage1().stage1 is None
+    for stage in (profile.published.stage1, profile.published.stage2):  # the recipe as published: §3.3, §4.2
+        assert (stage.learning_rate, stage.warmup_ratio, stage.alpha, stage.beta, stage.lam, stage.epsilon) == (
+            1e-4, 0.1, 2, 50, 0.5, 0.1)  # fmt: skip
+        assert not (stage.both_ways or stage.mask_false_negatives or stage.substitution or stage.sources)
+    mimic = load_profile("mimic").published
+    assert (mimic.stage1.positives_per_chunk, mimic.stage1.batch_size, mimic.stage1.epochs) == (128, 32, 3)  # Table 3
+    assert (mimic.stage2.positives_per_chunk, mimic.stage2.batch_size, mimic.stage2.epochs) == (16, 32, 1)
