@@ -233,7 +233,7 @@ def lock(path: Path, doing: str, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _making(path: Path) -> Iterator[Path | None]:
-    """Where to make `path`, a file or a folder, that is put in place when the block ends; None if it is there by now."""
+    """Where to make `path`, file or folder, that is put in place when the block ends; None if it is there by now."""
     held = path.with_name(f".{path.name}.lock")
     with lock(held, f"making {path.name}"):
         if path.exists():  # by the process that was waited for

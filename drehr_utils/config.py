@@ -98,6 +98,15 @@ class TripletConfig:
         return f"SBERT/{'HS' if self.hard else 'RS'}/{batch}({max(self.mega_batch, self.batch_size)})"
 
 
+@dataclass(frozen=True)
+class Resampling:
+    """Of every interval and paired test of a run."""
+
+    samples: int = 1000  # of the bootstrap
+    randomizations: int = 10_000  # of the paired test
+    seed: int = 0
+
+
 # --- sizes of a profile's run, paper by paper ------------------------------------------------------------------------
 
 

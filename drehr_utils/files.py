@@ -61,3 +61,11 @@ def project_root() -> Path:
     beside = Path(__file__).resolve().parents[1]
     places = [beside, *(folder for folder in (Path.cwd(), *Path.cwd().parents))]
     return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file whole or not at all; gzipped if its name says so, the same bytes for the same content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{os.getpid()}-{path.name}")
+    partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    os.replace(partial, path)

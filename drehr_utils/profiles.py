@@ -25,6 +25,7 @@ from drehr_utils.config import (
     PairConfig,
     RadiologySizes,
     Recipe,
+    Resampling,
     StageConfig,
     TripletConfig,
 )
@@ -75,6 +76,10 @@ class Profile:
     @property
     def tables(self) -> Path:
         return self.figures / "tables"
+
+    @property
+    def resampling(self) -> Resampling:
+        return Resampling(self.bootstrap_samples, self.randomizations, self.seed)
 
     def without_stage1(self) -> Recipe:
         """The published recipe without knowledge injection (DR.EHR §5.3): stage II alone, otherwise the same."""

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation.claims import SIGNIFICANT
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS
 from drehr_utils.profiles import ROOT
 
@@ -21,7 +22,6 @@ PAPERS = ROOT / "data/papers.csv"
 FOLDER = ROOT / "figures/tables"
 PAPER_COLUMNS = ["paper", "table", "system", "setting", "group", "metric", "value"]
 KEYS = ["system", "setting", "group", "metric"]
-SIGNIFICANT = 0.01
 
 
 @dataclass(frozen=True)

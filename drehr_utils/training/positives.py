@@ -229,8 +229,8 @@ def stage2_positives(
     if len(missing) > unanswered * len(wanted):
         chunk_id, kind = next(key for key in wanted if key in missing)
         raise DataError(
-            f"stage II: {len(missing)} of {len(wanted)} answers of the language model are missing, chunk {chunk_id}'s for "
-            f"{kind} the first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
+            f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
+            f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
         )
     rows = []
     for chunk in chunks:

@@ -31,7 +31,8 @@ def built(tmp_path_factory):
     """The open graph, its folder, and the folder of a build in another process with another hash seed."""
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     code = (
-        "from drehr_utils.knowledge.graph import save_bios; from drehr_utils.knowledge.vocabularies import build_open_kg; "
+        "from drehr_utils.knowledge.graph import save_bios\n"
+        "from drehr_utils.knowledge.vocabularies import build_open_kg\n"
         f"save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
