@@ -1,3 +1,5 @@
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,9 @@ from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 
 def test_an_unknown_profile_is_named_with_what_there_is():
-    with pytest.raises(DataError, match="profile 'opne': there is none; use open, smoke, mimic"):
+    with pytest.raises(
+        DataError, match="profile 'opne': there is none; use open, smoke, mimic, or the path of a .toml file"
+    ):
         load_profile("opne")
 
 
@@ -27,3 +31,66 @@ def test_text_under_a_data_use_agreement_stays_in_ignored_folders():
     for path in (mimic.cache, mimic.figures):
         assert Path("data/cache") in path.relative_to(ROOT).parents
     assert mimic.recorded_answers == ()
+
+
+MINE = """
+base = "smoke"
+notes = "my/notes"
+max_eval_patients = "none"
+recorded_answers = ["answers.jsonl"]
+randomizations = 50
+
+[published.stage1]
+epochs = 2
+
+[kg.training]
+batch_size = 4
+
+[improved]
+read_names = false
+"""
+
+
+def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    mine, base = load_profile(path), PROFILES["smoke"]
+    assert mine.notes == tmp_path / "my/notes" and mine.recorded_answers == (tmp_path / "answers.jsonl",)
+    assert mine.max_eval_patients is None and mine.resampling.randomizations == 50
+    assert mine.published == replace(base.published, stage1=replace(base.published.stage1, epochs=2.0))
+    assert mine.kg == replace(base.kg, training=replace(base.kg.training, batch_size=4))
+    assert mine.improved == replace(base.improved, read_names=False) and mine.capr == base.capr
+    # Notes that aren't ours are protected: their results stay in a git-ignored folder, messages don't quote them.
+    assert mine.protected and not mine.in_place and mine.figures == ROOT / "data/cache/mine/figures"
+    monkeypatch.setenv("DREHR_PROFILE", str(path))
+    assert load_profile() == mine
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sede = 1", "mine.toml, field sede: no such field; there are name, in_place"),
+        ("[published.stage1]\nepoch = 2", "mine.toml, field published.stage1.epoch: no such field; .*epochs"),
+        ("seed = 'a'", "mine.toml, field seed: 'a' is not int"),
+        ("seed = true", "mine.toml, field seed: True is not int"),
+        ("published = 3", "mine.toml, field published: 3 is not Recipe"),
+        ("recorded_answers = [1]", "mine.toml, field recorded_answers: 1 is not Path"),
+        ("base = 'opne'", "mine.toml, field base: 'opne' is none of open, smoke, mimic"),
+        ("name = 'open'", "mine.toml, field name: "),
+        ("in_place = true", "mine.toml, field in_place: "),
+        ("seed =", "mine.toml: not TOML"),
+    ],
+)
+def test_a_bad_profile_file_is_named_with_its_field(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        load_profile(path)
+    with pytest.raises(DataError, match="none.toml: no such profile file"):
+        load_profile(tmp_path / "none.toml")
+
+
+def test_the_names_of_profiles_are_asked_nowhere():
+    asked = re.compile(r"profile\.name\s*(?:[=!]=|in\b)|\.name == .(?:open|smoke|mimic|full)")
+    for path in [*ROOT.glob("drehr_utils/**/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+        assert not asked.search(path.read_text(encoding="utf-8")), path.name

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -182,6 +183,33 @@ def test_fresh_keeps_the_language_models_answers(project, capsys):
     }
     assert "llm/answers.jsonl" in left and not {"chunks", "b"} & left
     assert (project / "data/cache/mimic/b").exists()
+
+
+def test_two_runs_at_once(project, capsys):
+    """The second names the first and touches nothing; a run that was killed holds nobody up."""
+    write_notebook(project, "00_a", f"open({str(project / 'began')!r}, 'w')\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-m", "drehr_utils.run", "--profile", "smoke"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
+        while not (project / "began").exists() and first.poll() is None:
+            time.sleep(0.1)
+        assert run.main(["--profile", "smoke", "--fresh"]) == 1
+        said = capsys.readouterr().err
+        assert re.search(rf"Not started: process {first.pid} on .*, ./run_all.sh --profile smoke since .*; wait", said)
+        assert (project / "data/cache/smoke/running").exists()
+        first.kill()
+    write_notebook(project, "00_a", "x = 1")
+    assert run.main(["--profile", "smoke"]) == 0
+
+
+def test_a_profile_of_ones_own(project):
+    mine = project / "mine.toml"
+    mine.write_text('base = "smoke"\nseed = 5\n')
+    path = write_notebook(
+        project, "00_a", "from drehr_utils.profiles import load_profile\nprint(load_profile(profile).seed)"
+    )
+    before = path.read_bytes()
+    assert run.main(["--profile", str(mine)]) == 0
+    assert '"5\\n"' in outputs(project / "data/cache/mine/notebooks/00_a.ipynb") and path.read_bytes() == before
 
 
 def test_bad_arguments_say_what_exists(project, capsys):

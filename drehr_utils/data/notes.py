@@ -138,7 +138,7 @@ def read_notes(folder: Path, limit: int | None = None) -> tuple[list[Note], Read
     if path is None:
         raise DataError(
             f"{folder.name}/: neither discharge.csv(.gz) (MIMIC-IV-Note) nor NOTEEVENTS.csv(.gz) (MIMIC-III) is there; "
-            "point the profile's notes folder (DREHR_NOTES) at one that has it"
+            "point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
         )
     report, notes, seen = ReadReport(path.name), [], {}
     for row, values in iter_rows(path, MIMIC3_NOTE_COLUMNS if mimic3 else NOTE_COLUMNS):

@@ -1,0 +1,49 @@
+"""An ordinary installation holds every room, and finds its data or says what is missing."""
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from drehr_utils.profiles import ROOT
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel of this checkout, unpacked: where an ordinary `pip install .` puts the package."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "drehr_utils", "pyproject.toml", "LICENSE"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    for name in files:  # a copy: setuptools writes into the source folder
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_holds_every_room(installed):
+    held = {p.relative_to(installed).as_posix() for p in installed.glob("drehr_utils/**/*.py")}
+    assert held == {p.relative_to(ROOT).as_posix() for p in ROOT.glob("drehr_utils/**/*.py")}
+
+
+def run(installed, cwd, code):
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_an_installed_package_finds_the_checkout_it_runs_in_or_says_what_is_missing(installed, tmp_path):
+    code = "from drehr_utils import profiles; print(profiles.__file__, profiles.ROOT, sep='\\n')"
+    where, root = run(installed, ROOT / "notebooks", code).stdout.split()
+    assert where.startswith(str(installed)) and root == str(ROOT)
+    code = "from drehr_utils import pipeline, profiles; pipeline.notes(profiles.load_profile('open'))"
+    lost = run(installed, tmp_path, code).stderr
+    assert "DataError: open_notes/: neither discharge.csv(.gz)" in lost and "DREHR_ROOT" in lost
