@@ -21,10 +21,9 @@ SHORTEST_PREFIX = 4  # letters; shorter words must be equal
 
 @dataclass(frozen=True)
 class Finding:
-    """A core finding, its type, and the phrases that name it, the core name among them."""
+    """A core finding and the phrases that name it, the core name among them."""
 
     name: str
-    type: str
     phrases: tuple[str, ...]
 
 
@@ -39,14 +38,14 @@ def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Findi
         where = f"{path.name}, row {number}, field"
         if len(row) != 3 or not row[0].strip():
             raise DataError(f"{where} finding: three tab-separated fields are needed")
-        name, kind, variants = (cell.strip() for cell in row)
+        name, _, variants = (cell.strip() for cell in row)
         if name in findings:
             raise DataError(f"{where} finding: {name!r} is there twice; keep one")
         phrases = [part.strip().lower() for part in (name, *variants.split(";")) if part.strip()]
         if wordless := [phrase for phrase in phrases if not words(phrase)]:
             field = "variants" if words(name) else "finding"
             raise DataError(f"{where} {field}: {wordless[0]!r} has no word; remove it, or write what it stands for")
-        findings[name] = Finding(name, kind, tuple(dict.fromkeys(phrases)))
+        findings[name] = Finding(name, tuple(dict.fromkeys(phrases)))
     return list(findings.values())
 
 
