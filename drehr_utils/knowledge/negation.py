@@ -1,10 +1,9 @@
-"""Negation: is a mention of a finding denied in its sentence? And does a retriever notice? (Radiology §2.1, §3.4).
+"""Negation: is a mention of a finding denied in its sentence (Radiology §2.1)?
 
 The rules are NegEx's idea (Chapman et al., 2001) with scopes by clause and a wide window of words: a cue before the
 mention denies up to the clause's end, a cue after it denies back to the clause's start, phrases that only look like a
 cue ("no change in", "cannot be excluded") deny nothing. tests/knowledge/test_negation.py holds them to hand-labelled
-sentences,
-and tests/benchmarks/bench_negation.py compares them with negspacy on the same sentences.
+sentences, and tests/benchmarks/bench_negation.py compares them with negspacy on the same sentences.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _NOT_A_CUE = re.compile(
 )
 _BEFORE = re.compile(  # deny what follows
     r"\b(?:no|not|without|w/o|never(?! \w+ed\b)|neither|nor|denie[sd]|denying|non|negative(?: \w+)? for"
-    r"|free (?:of|from)"
-    r"|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)|ruled out(?= for)"
-    r"|rather than"
+    r"|free (?:of|from)|clear of|devoid of|lack(?:s|ed|ing)?(?: of)?|against|absence of|absent|exclude[sd]?(?! by)"
+    r"|ruled out(?= for)|rather than"
     r"|(?:interval |complete |full |total )?(?:resolution|clearing|clearance|disappearance) of|resolved(?= \w)"
     r"|rules? out(?= any)|fail(?:s|ed) to (?:show|reveal|demonstrate))\b",
     re.IGNORECASE,
@@ -50,9 +48,9 @@ _AFTER = re.compile(  # deny what precedes, in the same clause
 )
 _END = re.compile(  # ends a clause, whichever way it is read
     r";|:(?! no| none)|\b(?:but|however|although|though|except|apart from|aside from|other than|besides|whereas|while"
-    r"|yet"
-    r"|despite|still|because|due to|secondary to|owing to|since|as|(?<!consistent )(?<!compatible )(?<!associated )with"
-    r"|which|(?:and|,) (?:there|it|the patient|(?:he|she)(?: \w+)?) (?:is|are|was|were|has|have))\b(?! (?:no|not)\b)",
+    r"|yet|despite|still|because|due to|secondary to|owing to|since|as"
+    r"|(?<!consistent )(?<!compatible )(?<!associated )with|which"
+    r"|(?:and|,) (?:there|it|the patient|(?:he|she)(?: \w+)?) (?:is|are|was|were|has|have))\b(?! (?:no|not)\b)",
     re.IGNORECASE,
 )
 _VERB = re.compile(r"\b(?:is|are|was|were|has|have|shows?|remains?|appears?|persists?|suggests?|projects?|may)\b", re.I)
@@ -82,12 +80,10 @@ def _clauses(sentence: str) -> list[tuple[int, int]]:
     cuts = [0] + [end.start() for end in _END.finditer(sentence)]
     for comma in re.finditer(r",", sentence):
         rest = sentence[comma.end() :].lstrip()
-        until = re.split(r",", rest, maxsplit=1)[0]
-        listed = re.match(r"(?:or|nor|no|not|without|and/or)\b", rest)
-        more = re.search(r",? (?:or|nor|and) ", rest)
-        if listed and not re.match(r"(?:no|not|without)\b", rest):
+        if re.match(r"(?:or|nor|and/or)\b", rest):
             continue
-        if _VERB.search(until) or _SIZE.match(rest) or not more or re.match(r"(?:no|not|without)\b", rest):
+        denies, more = re.match(r"(?:no|not|without)\b", rest), re.search(r" (?:or|nor|and) ", rest)
+        if denies or not more or _SIZE.match(rest) or _VERB.search(rest.partition(",")[0]):
             cuts.append(comma.start())
     cuts = sorted(set(cuts)) + [len(sentence)]
     return list(zip(cuts[:-1], cuts[1:], strict=True))
@@ -115,9 +111,7 @@ def polarity(text: str, names: Iterable[str]) -> str | None:
     """What a text says of a concept, by any of its names: `affirmed` if one mention is not denied, `denied` if all are.
 
     None where no name occurs (as whole words, in any case)."""
-    pattern = re.compile(
-        r"(?<!\w)(?:" + "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) + r")(?!\w)",
-        re.IGNORECASE,
-    )
+    either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    pattern = re.compile(rf"(?<!\w)(?:{either})(?!\w)", re.IGNORECASE)
     found = [denied(s, *match.span()) for s in sentences(text) for match in pattern.finditer(s)]
     return None if not found else "denied" if all(found) else "affirmed"

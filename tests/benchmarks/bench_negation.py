@@ -20,17 +20,18 @@ sys.path.insert(0, str(ROOT / "tests/knowledge"))
 from scipy.stats import binomtest  # noqa: E402
 from test_negation import accuracy, negspacy_predictions, own, sample  # noqa: E402
 
-from drehr_utils.papers.radiology import reports  # noqa: E402
+from drehr_utils.papers.radiology.lexicon import FindingMatcher, read_lexicon  # noqa: E402
+from drehr_utils.papers.radiology.reports import OPEN_CXR, read_collection, read_judgments  # noqa: E402
 
 LEXICON_NAME = {"lung nodule": "pulmonary nodule", "enlarged heart": "cardiomegaly"}  # judged query -> lexicon
 
 
 def judged_mentions() -> list[dict[str, str]]:
-    matcher = reports.FindingMatcher(reports.read_lexicon())
-    collections = [reports.read_collection(reports.OPEN_CXR / f"collection_{c}.jsonl.gz") for c in "ab"]
-    said = {f"{r.uid}#{k}": s for c in collections for r in c for k, s in enumerate(reports.report_sentences(r))}
+    matcher = FindingMatcher(read_lexicon())
+    collections = [read_collection(OPEN_CXR / f"collection_{c}.jsonl.gz") for c in "ab"]
+    said = {f"{r.uid}#{k}": s for c in collections for r in c for k, s in enumerate(r.sentences)}
     rows = []
-    for query, ids in reports.read_judgments()[1].items():
+    for query, ids in read_judgments()[1].items():
         name = query.removeprefix("no ")
         for i in ids:
             for mention in matcher.find(said[i]):

@@ -1,4 +1,4 @@
-"""The negation rules on hand-labelled sentences, beside negspacy's; polarity pools and ranks by hand."""
+"""The negation rules on hand-labelled sentences, beside negspacy's; what a text says of a concept."""
 
 import csv
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from drehr_utils.knowledge.negation import denied, polarity, sentences
-from drehr_utils.papers.radiology.awareness import denial_above, polarity_pools
 
 SAMPLE = Path(__file__).with_name("negation_sentences.csv")
 
@@ -73,19 +72,3 @@ def test_polarity_of_a_text():
     assert polarity("No edema. Later: pulmonary edema.", ["edema"]) == "affirmed"
     assert polarity("no edema, no pneumonia", ["edema", "oedema"]) == "denied"
     assert polarity("edematous", ["edema"]) is None
-
-
-def test_denial_above_by_hand():
-    corpus = {"a": "He has gout.", "b": "No gout.", "c": "Denies gout.", "d": "Podagra since 1990.", "e": "Nothing."}
-    queries = {"q": "gout", "r": "asthma"}
-    pools = polarity_pools(corpus, queries, lambda query: ["podagra"] if query == "gout" else [])
-    assert pools.affirmed["q"].tolist() == [0, 3] and pools.denied["q"].tolist() == [1, 2]
-    assert list(pools.affirmed) == ["q"] and pools.pairs == 4
-    scores = np.array([[3.0, 4, 1, 2, 9], [0, 0, 0, 0, 0]])
-    (value,) = denial_above(pools, list(queries), list(corpus), scores)["value"]
-    assert value == 50  # b above a and d, c above none
-    ties = [
-        denial_above(pools, list(queries), [f"{i}{c}" for c in corpus], np.zeros((2, 5)))["value"].item()
-        for i in range(400)
-    ]
-    assert 45 < np.mean(ties) < 55

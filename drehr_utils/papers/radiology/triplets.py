@@ -19,7 +19,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from drehr_utils.config import MARGIN, TripletConfig
 from drehr_utils.errors import DataError
-from drehr_utils.papers.radiology.reports import Entry, SentenceQueries
+from drehr_utils.papers.radiology.entries import Entry, SentenceQueries
 from drehr_utils.training import encoders
 from drehr_utils.training.encoders import embed_buckets, has_fast_bf16, token_buckets
 from drehr_utils.training.trainer import ContrastiveTrainer, StepBar, prepare_for_training
@@ -64,13 +64,13 @@ class TripletSet:
         task = SentenceQueries.of(entries)
         if len(task.matched) < 2 or len(task.sentences) < 2:
             raise DataError("triplets: fewer than two queries or sentences; check the lexicon and the reports")
-        rows = {query: i for i, query in enumerate(task.matched)}
+        rows = {query: i for i, query in enumerate(task.queries)}
         columns = {sentence: i for i, sentence in enumerate(task.sentences)}
         matched = torch.zeros(len(rows), len(columns), dtype=torch.bool)
-        for query, at in task.matched.items():
-            matched[rows[query], torch.as_tensor(at)] = True
+        for row, at in enumerate(task.matched.values()):
+            matched[row, torch.as_tensor(at)] = True
         pairs = torch.tensor([(rows[e.query], columns[e.sentence]) for e in entries])
-        return cls(list(rows), list(columns), pairs[:, 0], pairs[:, 1], matched)
+        return cls(task.queries, task.sentences, pairs[:, 0], pairs[:, 1], matched)
 
     def __len__(self) -> int:
         return len(self.query_of)

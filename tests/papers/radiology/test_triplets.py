@@ -6,7 +6,8 @@ import torch
 
 from drehr_utils.config import TripletConfig
 from drehr_utils.errors import DataError
-from drehr_utils.papers.radiology.reports import Entry, remembering, separations
+from drehr_utils.papers.radiology.entries import Entry
+from drehr_utils.papers.radiology.retrieval import remembering, separations
 from drehr_utils.papers.radiology.triplets import (
     TripletSet,
     cosine_distance,

@@ -1,0 +1,128 @@
+"""Findings of a lexicon in a sentence, by the longest common subfix (Radiology §2.1)."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from drehr_utils.errors import DataError
+from drehr_utils.papers.radiology.reports import OPEN_CXR
+from drehr_utils.search.bm25 import words
+
+TAU, MAX_GAP = 0.6, 2  # of longest_common_subfix: share of a word that must agree; words that may stand between
+SHORTEST_PREFIX = 4  # letters; shorter words must be equal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A core finding and the phrases that name it, the core name among them."""
+
+    name: str
+    phrases: tuple[str, ...]
+
+
+def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Finding]:
+    """The findings in the file's order. Raises DataError, naming file, row and field, where a line isn't one."""
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file, delimiter="\t"))
+    if not rows or rows[0] != ["finding", "type", "variants"]:
+        raise DataError(f"{path.name}, row 1: not the header finding, type, variants; restore it")
+    findings: dict[str, Finding] = {}
+    for number, row in enumerate(rows[1:], start=2):
+        where = f"{path.name}, row {number}, field"
+        if len(row) != 3 or not row[0].strip():
+            raise DataError(f"{where} finding: three tab-separated fields are needed")
+        name, _, variants = (cell.strip() for cell in row)
+        if name in findings:
+            raise DataError(f"{where} finding: {name!r} is there twice; keep one")
+        phrases = [part.strip().lower() for part in (name, *variants.split(";")) if part.strip()]
+        if wordless := [phrase for phrase in phrases if not words(phrase)]:
+            field = "variants" if words(name) else "finding"
+            raise DataError(f"{where} {field}: {wordless[0]!r} has no word; remove it, or write what it stands for")
+        findings[name] = Finding(name, tuple(dict.fromkeys(phrases)))
+    return list(findings.values())
+
+
+@cache
+def partial_match(a: str, b: str) -> bool:
+    """Whether two words share a prefix of at least 4 letters and TAU of the longer one, are equal, or differ by a
+    plural s. So "opacity" meets "opacities", and "pe" nothing but itself."""
+    if a == b or a + "s" == b or b + "s" == a:
+        return True
+    return len(os.path.commonprefix([a, b])) >= max(SHORTEST_PREFIX, TAU * max(len(a), len(b)) - 1e-9)
+
+
+def longest_common_subfix(phrase: Sequence[str], sentence: Sequence[str]) -> list[int]:
+    """Positions in the sentence's words of the longest in-order partial match of the phrase's words, at most MAX_GAP
+    words between two neighbours; the tightest, then the leftmost, of equal length.
+
+    `best[j]` is the best chain that ends at word j with the phrase's words so far: O(len(phrase) * len(sentence))."""
+    best: dict[int, list[int]] = {}
+    for part in phrase:
+        fresh: dict[int, list[int]] = {}
+        for j, word in enumerate(sentence):
+            if partial_match(part, word):
+                reachable = (best[i] for i in range(max(0, j - 1 - MAX_GAP), j) if i in best)
+                fresh[j] = min(([*chain, j] for chain in reachable), key=_order, default=[j])
+        for j, chain in fresh.items():
+            if j not in best or _order(chain) < _order(best[j]):
+                best[j] = chain
+    return min(best.values(), key=_order, default=[])
+
+
+def _order(chain: list[int]) -> tuple[int, int, int]:
+    return -len(chain), chain[-1] - chain[0], chain[0]
+
+
+@dataclass(frozen=True)
+class Mention:
+    finding: str
+    start: int  # characters of the sentence
+    end: int
+
+
+class FindingMatcher:
+    """Finds the lexicon's phrases in sentences: all of a phrase's words must be in the longest common subfix."""
+
+    def __init__(self, lexicon: Iterable[Finding]):
+        self.phrases = [(tuple(words(p)), f.name) for f in lexicon for p in f.phrases]
+        self.vocabulary = sorted({word for phrase, _ in self.phrases for word in phrase})
+        self._known: dict[str, list[str]] = {}
+
+    def _partners(self, word: str) -> list[str]:
+        """The lexicon's words that the word meets."""
+        if word not in self._known:
+            self._known[word] = [v for v in self.vocabulary if v[0] == word[0] and partial_match(v, word)]
+        return self._known[word]
+
+    def find(self, sentence: str) -> list[Mention]:
+        """The mentions, left to right; one that lies within a longer one is dropped ("effusion" in "pleural effusion",
+        "edema" in "interstitial edema")."""
+        spans = [m.span() for m in re.finditer(r"\w+", sentence)]
+        said = [sentence[a:b].lower() for a, b in spans]
+        present = {partner for word in said for partner in self._partners(word)}
+        found: dict[tuple[int, ...], tuple[int, str]] = {}
+        for phrase, name in self.phrases:
+            if not present.issuperset(phrase):
+                continue
+            letters = sum(len(w) for w in phrase if w in said)  # of two findings at one place, the literal one
+            for at in _all_matches(phrase, said):
+                if at not in found or letters > found[at][0]:
+                    found[at] = (letters, name)
+        kept = [at for at in sorted(found) if not any(set(at) < set(other) for other in found)]
+        return [Mention(found[at][1], spans[at[0]][0], spans[at[-1]][1]) for at in kept]
+
+
+def _all_matches(phrase: tuple[str, ...], said: list[str]) -> list[tuple[int, ...]]:
+    """Every full match of the phrase, each found after the one before it."""
+    matches, start = [], 0
+    while len(chain := longest_common_subfix(phrase, said[start:])) == len(phrase):
+        matches.append(tuple(start + i for i in chain))
+        start = matches[-1][0] + 1
+    return matches

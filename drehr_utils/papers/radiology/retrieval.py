@@ -1,0 +1,134 @@
+"""What a search for "M" or "no M" finds: tasks, systems and their values (Radiology §3.3 to §3.5)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import ir_measures
+import numpy as np
+import pandas as pd
+from ir_measures import AP, Rprec
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import intervals
+from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, is_negative, unique_sentences
+from drehr_utils.papers.radiology.reports import Report
+from drehr_utils.search.bm25 import BM25, words
+from drehr_utils.search.fusion import rank, tie_keys
+from drehr_utils.training import encoders
+
+METRICS = {AP: "mAP", Rprec: "mR"}  # §3.3's recall is R-precision: correct among as many as there are to find
+Encode = Callable[[Sequence[str]], np.ndarray]  # texts -> unit-length embeddings [texts, dim]
+Score = Callable[[Sequence[str], Sequence[str]], np.ndarray]  # queries, sentences -> scores [queries, sentences]
+
+
+def query_values(task: SentenceQueries, scores: np.ndarray) -> pd.DataFrame:
+    """Average precision and recall (R-precision) of each query, 0 to 100, for scores [queries, sentences].
+
+    Rows as metrics.single_patient's; `query_type` is positive or negative."""
+    if scores.shape != (len(task.matched), len(task.sentences)):
+        raise ValueError(f"scores have shape {scores.shape}; need {(len(task.matched), len(task.sentences))}")
+    ids = [str(i) for i in range(len(task.sentences))]
+    places = [-float(i) for i in range(len(ids))]
+    rows = []
+    order = rank(scores, tie_keys(task.queries, ids))
+    for row, (query, matched) in enumerate(task.matched.items()):
+        run = {query: dict(zip([ids[i] for i in order[row]], places, strict=True))}
+        kind = "negative" if is_negative(query) else "positive"
+        for value in ir_measures.iter_calc(METRICS, {query: {ids[i]: 1 for i in matched}}, run):
+            rows.append((query, query, kind, METRICS[value.measure], 100 * value.value))
+    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+
+
+def result_rows(system: str, setting: str, values: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Long-form rows (intervals.RESULT_COLUMNS) for positive, negative and all queries; p against `start`."""
+    frames = []
+    for group in ("positive", "negative", "all"):
+        part, base = (f if f is None or group == "all" else f[f["query_type"] == group] for f in (values, start))
+        if len(part):
+            frames.append(intervals.result_rows(system, setting, group, part, base))
+    return pd.concat(frames, ignore_index=True)
+
+
+# --- systems -----------------------------------------------------------------------------------------------------
+
+
+def remembering(encoder: SentenceTransformer) -> Encode:
+    """The encoder as a function that encodes a text once, however many tables ask for it; bfloat16 where that is fast,
+    as in training."""
+    known: dict[str, np.ndarray] = {}
+
+    def encode(texts: Sequence[str]) -> np.ndarray:
+        if fresh := [text for text in dict.fromkeys(texts) if text not in known]:
+            known.update(zip(fresh, encoders.encode(encoder, fresh, bf16=True), strict=True))
+        return np.stack([known[text] for text in texts])
+
+    return encode
+
+
+def dense(encode: Encode) -> Score:
+    """Cosine similarities, float32."""
+    return lambda queries, sentences: encode(queries) @ encode(sentences).T
+
+
+def bm25(queries: Sequence[str], sentences: Sequence[str]) -> np.ndarray:
+    return BM25(sentences).scores(queries)
+
+
+def separations(encode: Encode, entries: Sequence[Entry]) -> np.ndarray:
+    """§3.4, of each entry: similarity of its sentence with its query, less that with the query of opposite negation."""
+    opposite = [Entry(e.sentence, not e.present, e.finding).query for e in entries]
+    own, other = encode([e.query for e in entries]), encode(opposite)
+    return ((own - other) * encode([e.sentence for e in entries])).sum(axis=1)
+
+
+# --- §3.5: labels that no lexicon made ---------------------------------------------------------------------------
+
+
+def judged_task(reports: Sequence[Report], judgments: tuple[list[str], dict[str, list[str]]]) -> SentenceQueries:
+    """The task on those of `reports` that were judged: all their unique sentences are candidates, labelled or not.
+
+    Raises DataError where a judgment names a sentence that isn't there."""
+    here = {r.uid for r in reports} & set(judgments[0])
+    said = {f"{r.uid}#{k}": s for r in reports if r.uid in here for k, s in enumerate(r.sentences)}
+    unique = unique_sentences(said.values())
+    at, matched = {key: i for i, key in enumerate(unique)}, {}
+    for query, ids in judgments[1].items():
+        ids = [i for i in ids if i.partition("#")[0] in here]
+        if unknown := [i for i in ids if i not in said]:
+            raise DataError(f"sentence_judgments.tsv, query {query!r}: no sentence {unknown[0]}; judge the text again")
+        if ids:
+            matched[query] = np.array(sorted({at[tuple(words(said[i]))] for i in ids}))
+    return SentenceQueries(list(unique.values()), matched)
+
+
+def coded_task(reports: Sequence[Report], minimum: int) -> tuple[list[Report], dict[str, np.ndarray]]:
+    """IU X-ray by its human coders: the reports with text, and for each problem that names a finding and that at least
+    `minimum` of them carry, their positions. Queries are the headings, put in reading order ("Hernia, Hiatal")."""
+    texts = [r for r in reports if r.sentences]
+    carried: dict[str, list[int]] = defaultdict(list)
+    for i, report in enumerate(texts):
+        for problem in report.problems:
+            carried[" ".join(reversed(problem.lower().split(", ")))].append(i)
+    return texts, {q: np.array(rows) for q, rows in carried.items() if len(rows) >= minimum and q not in NOT_A_FINDING}
+
+
+def coded_values(reports: Sequence[Report], minimum: int, score: Score) -> pd.DataFrame:
+    """coded_task, where a report scores as its best sentence. Values as query_values'."""
+    texts, coded = coded_task(reports, minimum)
+    at = {s: i for i, s in enumerate(dict.fromkeys(s for r in texts for s in r.sentences))}
+    scores = score(list(coded), list(at))
+    best = np.stack([scores[:, [at[s] for s in r.sentences]].max(axis=1) for r in texts], axis=1)
+    return query_values(SentenceQueries([r.uid for r in texts], coded), best)
+
+
+# Headings of IU X-ray's coders that name a place or the image, or nothing: no query for a finding.
+NOT_A_FINDING = frozenset(
+    "normal,no indexing,lung,thoracic vertebrae,spine,aorta,diaphragm,thoracic aorta,markings,density,deformity,"
+    "costophrenic angle,technical quality of image unsatisfactory,cardiac shadow,thickening,mediastinum,shoulder,"
+    "medical device,pulmonary artery,trachea,ribs,bone and bones,humerus,clavicle,pleura,lucency,heart,hilum,neck,"
+    "breast,abdomen,thorax,lumbar vertebrae,cervical vertebrae,lower lobe,blood vessels,heart ventricles,heart atria,"
+    "surgical instruments,foreign bodies,funnel chest,bronchi,lung volumes".split(",")
+)

@@ -1,0 +1,54 @@
+"""Values of queries by hand, judgments that fit their reports and check the labels, coders' headings."""
+
+import numpy as np
+import pytest
+
+from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, label_sentence
+from drehr_utils.papers.radiology.reports import Report, read_judgments
+from drehr_utils.papers.radiology.retrieval import coded_task, coded_values, judged_task, query_values, result_rows
+
+
+def test_query_values_by_hand():
+    task = SentenceQueries(list("abcd"), {"x": np.array([0, 2]), "no x": np.array([1])})
+    values = query_values(task, np.array([[4.0, 3, 2, 1], [1, 2, 3, 4]]))
+    found = values.set_index(["query_id", "metric"])["value"]
+    assert found["x", "mAP"] == pytest.approx(100 * (1 + 2 / 3) / 2) and found["x", "mR"] == 50
+    assert found["no x", "mAP"] == pytest.approx(100 / 3) and found["no x", "mR"] == 0
+    assert set(values["query_type"]) == {"positive", "negative"}
+    with pytest.raises(ValueError, match="scores have shape"):
+        query_values(task, np.zeros((2, 3)))
+    rows = result_rows("s", "", values).set_index(["group", "metric"])["ours"]
+    assert rows["positive", "mR"] == 50 and rows["all", "mR"] == 25
+
+
+def test_judgments_fit_their_reports_and_check_the_labels(collections, matcher):
+    judgments = read_judgments()
+    assert set(judgments[0]) <= {r.uid for reports in collections.values() for r in reports}
+    for reports in collections.values():
+        task = judged_task(reports, judgments)
+        assert len(task.sentences) > 250 and len(task.matched) >= 15
+    # "no pneumothorax" was judged by reading; the lexicon with the rules must find nearly the same sentences.
+    names = {"pneumothorax", "no pneumothorax"}
+    said = {f"{r.uid}#{k}": s for c in collections.values() for r in c for k, s in enumerate(r.sentences)}
+    judged = {(i, q) for q in names for i in judgments[1][q]}
+    labelled = {(i, Entry("", yes, m).query) for i, s in said.items() if i.split("#")[0] in set(judgments[0])
+                for m, yes in label_sentence(s, matcher).items()}  # fmt: skip
+    labelled = {pair for pair in labelled if pair[1] in names}
+    assert len(judged & labelled) / len(judged | labelled) > 0.85, judged ^ labelled
+
+
+def test_coded_task_turns_headings_round():
+    reports = [Report(str(i), "Text here.", "", ("Hernia, Hiatal", "normal")) for i in range(12)]
+    kept, coded = coded_task([*reports, Report("x", "", "", ("Hernia, Hiatal",))], minimum=10)
+    assert len(kept) == 12 and list(coded) == ["hiatal hernia"] and len(coded["hiatal hernia"]) == 12
+
+
+def test_a_coded_report_scores_as_its_best_sentence():
+    reports = [Report("a", "Old scar. Large hernia.", "", ("Hernia",)), Report("b", "Old scar.", "No hernia seen.")]
+
+    def score(queries, sentences):
+        by_sentence = {"Large hernia.": 2.0, "No hernia seen.": 1.0}
+        return np.array([[by_sentence.get(sentence, 0.0) for sentence in sentences] for _ in queries])
+
+    assert coded_values(reports, 1, score)["value"].tolist() == [100, 100]
+    assert coded_values(reports, 1, lambda *asked: -score(*asked)).query("metric == 'mAP'")["value"].tolist() == [50]
