@@ -115,17 +115,16 @@ def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]]
 
     recompute: only embeddings are kept for the backward pass, which encodes each bucket a second time. So the memory
     is one bucket's whatever the batch, and the gradient the same: what gradient caching (Gao et al., 2021) is for."""
-    parts, rows = [], []
+    parts, device = [], next(encoder.parameters()).device
 
     def embed(ids: Tensor, mask: Tensor) -> Tensor:
         return encoder({"input_ids": ids, "attention_mask": mask})["sentence_embedding"].float()
 
     for batch in batches:
-        texts = batch["input_ids"], batch["attention_mask"]
+        texts = batch["input_ids"].to(device), batch["attention_mask"].to(device)
         parts.append(checkpoint(embed, *texts, use_reentrant=False) if recompute else embed(*texts))
-        rows.append(batch["rows"])
     embeddings = torch.nn.functional.normalize(torch.cat(parts), dim=1)
-    return embeddings[torch.argsort(torch.cat(rows))]
+    return embeddings[torch.argsort(torch.cat([batch["rows"] for batch in batches]))]
 
 
 def average_weights(encoder: SentenceTransformer, start: SentenceTransformer, share: float) -> SentenceTransformer:

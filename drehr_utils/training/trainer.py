@@ -1,19 +1,23 @@
-"""Contrastive training of an encoder on chunks and their positive entities (DR.EHR §3.3, §4.2)."""
+"""One trainer over a fixed schedule of batches, and DR.EHR's contrastive training with it (§3.3, §4.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from drehr_utils import artifacts
 from drehr_utils.config import StageConfig
 from drehr_utils.training import losses
 from drehr_utils.training.encoders import embed_buckets, has_fast_bf16
@@ -81,77 +85,133 @@ class StepBar(TrainerCallback):
         self.bar.close()
 
 
-class ContrastiveTrainer(Trainer):
-    """transformers' Trainer over a fixed schedule of batches."""
+class ScheduledTrainer(Trainer):
+    """transformers' Trainer over a fixed schedule of batches; `loss` is a scalar of the model and a collated batch."""
 
-    def __init__(self, *args, config: StageConfig, schedule: list, reference: SentenceTransformer | None, **kwargs):
+    def __init__(self, *args, schedule: Sequence, loss: Callable[[torch.nn.Module, dict], Tensor], **kwargs):
         super().__init__(*args, **kwargs)
-        self.config, self.schedule, self.reference = config, schedule, reference
+        self.schedule, self.loss = schedule, loss
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
-        chunks = embed_buckets(model, inputs["chunks"], self.config.recompute)
-        entities = embed_buckets(model, inputs["entities"], self.config.recompute)
-        with torch.autocast(chunks.device.type, enabled=False):  # similarities and the loss in float32
-            S = chunks @ entities.T
-            masks = inputs["known"], self.config, inputs["left_out"], inputs["hard"]
-            loss = contrastive_loss(S, inputs["columns"], *masks)
-        if "others" in inputs:
-            with torch.no_grad(), self.accelerator.autocast():
-                before = embed_buckets(self.reference, inputs["others_before"])
-            loss = loss + self.config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), before)
+        loss = self.loss(model, inputs)
         return (loss, {}) if return_outputs else loss
 
 
-def prepare_for_training(encoder: SentenceTransformer, config: StageConfig) -> None:
-    """Sets the dropout, and on a CPU plain attention: its fused kernel's backward pass is slower there."""
-    if config.dropout is not None:
-        for module in encoder.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = config.dropout
-    if encoder.device.type == "cpu":
-        encoder[0].auto_model.set_attn_implementation("eager")
+def prepare_for_training(model: torch.nn.Module, config: Any) -> None:
+    """Sets the dropout, that of adapters aside, and on a CPU plain attention: its fused kernel is slower backwards."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and config.dropout is not None and "lora_dropout" not in name:
+            module.p = config.dropout
+        elif isinstance(module, SentenceTransformer) and module.device.type == "cpu":
+            module[0].auto_model.set_attn_implementation("eager")
 
 
-def training_arguments(
-    output: Path, config: Any, steps: int, save_steps: int, use_cpu: bool | None = None
-) -> TrainingArguments:
-    """AdamW, warm-up and linear decay (§4.2) over `steps` batches that the caller's schedule fixes.
+def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 0, **settings) -> TrainingArguments:
+    """AdamW, warm-up and linear decay (§4.2) over `steps` batches.
 
-    `config` has batch_size, learning_rate, warmup_ratio and seed; `save_steps` 0: no checkpoints."""
+    `config` has batch_size, learning_rate, seed, and warmup_ratio unless `settings`, TrainingArguments' fields that
+    differ from these, have warmup_steps. `save_steps` 0: no checkpoints."""
+    if "warmup_steps" not in settings:
+        settings["warmup_steps"] = round(config.warmup_ratio * steps)
     return TrainingArguments(
         output_dir=str(output),
         max_steps=steps,
         per_device_train_batch_size=config.batch_size,
         learning_rate=config.learning_rate,
         lr_scheduler_type="linear",
-        warmup_steps=round(config.warmup_ratio * steps),
         optim="adamw_torch",
         bf16=has_fast_bf16(),
-        use_cpu=not torch.cuda.is_available() if use_cpu is None else use_cpu,
+        use_cpu=not torch.cuda.is_available(),
         seed=config.seed,
         data_seed=config.seed,
         logging_steps=1,
         save_steps=save_steps or steps,
-        save_total_limit=1,
+        save_total_limit=1,  # the one before goes when the next is whole
         save_strategy="steps" if save_steps else "no",
         report_to=[],
         remove_unused_columns=False,
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **settings,
     )
 
 
-def fit(trainer: Trainer, model: torch.nn.Module, output: Path) -> pd.DataFrame:
-    """Trains `model` in place, from the last checkpoint in `output` if there is one; returns step, loss, lr."""
+def is_whole(checkpoint: Path) -> bool:
+    """Whether nothing of a checkpoint is missing or cut off; a run that was killed leaves one half written."""
+    try:
+        TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))  # the Trainer writes it last
+        with safe_open(checkpoint / "model.safetensors", framework="pt"):
+            pass
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return False
+    return all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+
+
+def newest_checkpoint(output: Path) -> Path | None:
+    """The newest whole checkpoint in `output`. The others that aren't whole are removed: the Trainer, which keeps the
+    newest by time or number, whole or not, might keep one of them in a good one's place."""
+    newest = None
+    for checkpoint in sorted(output.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1])):
+        if is_whole(checkpoint):
+            newest = checkpoint
+        else:
+            artifacts.remove(checkpoint)
+    return newest
+
+
+def fit(trainer: Trainer, progress: bool = True) -> pd.DataFrame:
+    """Trains the trainer's model in place, from its output folder's newest whole checkpoint if there is one; returns
+    the loss curve: step, loss, learning_rate."""
     trainer.remove_callback(PrinterCallback)
-    checkpoints = sorted(Path(output).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
-    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # or it would go on computing in bf16
+    trainer.add_callback(StepBar(progress))
+    trainer.train(resume_from_checkpoint=newest_checkpoint(Path(trainer.args.output_dir)))
+    trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # or it would go on computing in bf16
     log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])
     return log[["step", "loss", "learning_rate"]].reset_index(drop=True)
+
+
+def train(
+    model: torch.nn.Module,
+    dataset: Dataset,
+    schedule: Sequence[Sequence[Hashable]],
+    collator: Callable[[list], dict],
+    loss: Callable[[torch.nn.Module, dict], Tensor],
+    config: Any,
+    output: Path,
+    *,
+    save_steps: int = 0,
+    progress: bool = True,
+    callbacks: Sequence[TrainerCallback] = (),
+    **settings,
+) -> pd.DataFrame:
+    """Trains `model` in place on the schedule's batches, each a list of the dataset's keys; returns the loss curve.
+
+    `loss` of the model and a collated batch is what a step minimises. `config` and `settings`: training_arguments'.
+    `output` holds checkpoints, one every `save_steps` (0: none), from which a run that was cut off goes on when called
+    again with the same arguments."""
+    prepare_for_training(model, config)
+    arguments = training_arguments(output, config, len(schedule), save_steps, **settings)
+    trainer = ScheduledTrainer(
+        model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=list(callbacks),
+        schedule=schedule, loss=loss,
+    )  # fmt: skip
+    return fit(trainer, progress)
+
+
+def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, reference: Any = None) -> Tensor:
+    """`contrastive_loss` of a batch that sampling.Collator made; with other texts in it, `config.keep` times how far
+    they are from where the encoder `reference` puts them is added."""
+    chunks, entities = (embed_buckets(model, inputs[name], config.recompute) for name in ("chunks", "entities"))
+    masks = inputs["known"], config, inputs["left_out"], inputs["hard"]
+    loss = contrastive_loss(chunks @ entities.T, inputs["columns"], *masks)
+    if "others" in inputs:
+        with torch.no_grad(), torch.autocast(chunks.device.type, torch.bfloat16, enabled=has_fast_bf16()):
+            before = embed_buckets(reference, inputs["others_before"])
+        loss = loss + config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), before)
+    return loss
 
 
 def train_stage(
@@ -161,29 +221,16 @@ def train_stage(
     output: Path,
     *,
     reference: SentenceTransformer | None = None,
-    save_steps: int = 50,
-    callbacks: Sequence[TrainerCallback] = (),
-    progress: bool = True,
-    use_cpu: bool | None = None,
+    **options,
 ) -> pd.DataFrame:
-    """Trains `encoder` in place with AdamW, warm-up and linear decay (§4.2); returns the loss curve (step, loss, lr).
+    """`train` with the loss of §3.3 on chunks and their positive entities; `options`: train's.
 
-    `output` holds checkpoints: a run that was cut off goes on from the last one when called again with the same data
-    and configuration. `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
+    `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
     if config.keep and reference is None:
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
-    prepare_for_training(encoder, config)
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
     schedule = batch_schedule(note_ids, config, len(data.graph.names))
-    arguments = training_arguments(output, config, len(schedule), save_steps, use_cpu)
-    trainer = ContrastiveTrainer(
-        model=encoder,
-        args=arguments,
-        train_dataset=PositivePairs(data, config),
-        data_collator=Collator(encoder, data.graph.concepts_of, reference=reference, templates=config.templates),
-        callbacks=[StepBar(progress), *callbacks],
-        config=config,
-        schedule=schedule,
-        reference=reference,
-    )
-    return fit(trainer, encoder, output)
+    collator = Collator(encoder, data.graph.concepts_of, reference=reference, templates=config.templates)
+    loss = partial(batch_loss, config=config, reference=reference)
+    pairs = PositivePairs(data, config)
+    return train(encoder, pairs, schedule, collator, loss, config, output, **options)

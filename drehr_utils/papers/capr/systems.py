@@ -23,9 +23,7 @@ from drehr_utils.papers.capr.longformer import LongEncoder
 from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder, TwoTowers
 from drehr_utils.papers.capr.passages import Passage, note_passages, query_text, retrieval_task
 from drehr_utils.profiles import Profile
-from drehr_utils.training import encoders, sampling
-from drehr_utils.training import trainer as trainer_module
-from drehr_utils.training.trainer import ContrastiveTrainer, StepBar
+from drehr_utils.training import encoders, sampling, trainer
 
 START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
@@ -116,16 +114,6 @@ class QueryPassagePairs(Dataset):
         return query_text(passage.entities[entity], passage.aspect), passage
 
 
-class ListwiseTrainer(ContrastiveTrainer):
-    """DR.EHR's trainer with CAPR's equation 1."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
-        scores = model(inputs["queries"], inputs["passages"])
-        with torch.autocast(scores.device.type, enabled=False):
-            loss = models.listwise_loss(scores.float())
-        return (loss, {}) if return_outputs else loss
-
-
 def _collate(pairs: list[tuple[str, Passage]]) -> dict[str, list]:
     return {"queries": [query for query, _ in pairs], "passages": [passage for _, passage in pairs]}
 
@@ -135,29 +123,16 @@ def train(
     labelled: Sequence[Passage],
     config: StageConfig,
     output: Path,
-    *,
-    save_steps: int = 0,
-    progress: bool = True,
+    **options,
 ) -> pd.DataFrame:
-    """Trains `model` in place on labelled passages with AdamW (CAPR §4.3); returns the loss curve (step, loss).
-
-    `output` holds checkpoints, one every `save_steps` (0: none); a run that was cut off goes on from the last."""
-    for encoder in model.modules():
-        if isinstance(encoder, encoders.SentenceTransformer):
-            trainer_module.prepare_for_training(encoder, config)
+    """trainer.train with equation 1 on labelled passages (CAPR §4.3); `options`: its own. Returns step and loss."""
     schedule = sampling.batch_schedule([p.document_id for p in labelled], config)
-    arguments = trainer_module.training_arguments(output, config, len(schedule), save_steps)
-    trainer = ListwiseTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=QueryPassagePairs(labelled, config.seed),
-        data_collator=_collate,
-        callbacks=[StepBar(progress)],
-        config=config,
-        schedule=schedule,
-        reference=None,
-    )
-    return trainer_module.fit(trainer, model, output)[["step", "loss"]]
+    pairs = QueryPassagePairs(labelled, config.seed)
+
+    def loss(model: nn.Module, inputs: dict) -> torch.Tensor:
+        return models.listwise_loss(model(inputs["queries"], inputs["passages"]).float())
+
+    return trainer.train(model, pairs, schedule, _collate, loss, config, output, **options)[["step", "loss"]]
 
 
 def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame | None, str]:

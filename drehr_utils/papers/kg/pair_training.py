@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 from drehr_utils.config import PairConfig
 from drehr_utils.papers.kg.tasks import Task, text_key
 from drehr_utils.training.encoders import embed_buckets, token_buckets
-from drehr_utils.training.trainer import ContrastiveTrainer, StepBar, fit, prepare_for_training, training_arguments
+from drehr_utils.training.trainer import train
 
 TERM_TOKENS = 32  # an ICD-10-CM description has 13 tokens in the middle, 29 at the 99th percentile
 
@@ -99,18 +100,14 @@ class PairCollator:
         return {"parts": parts}
 
 
-class PairTrainer(ContrastiveTrainer):
-    """ContrastiveTrainer with the loss of §3; the losses of several tasks are summed (§6.3, auxiliary task)."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
-        losses = []
-        for part in inputs["parts"]:
-            m, c = (self.config.scale**0.5 * embed_buckets(model, part["texts"])).chunk(2)
-            with torch.autocast(m.device.type, enabled=False):  # similarities and the loss in float32
-                left_out = part["same"] if self.config.mask_false_negatives else None
-                losses.append(mean_negative_log_likelihood(similarity(m, c), left_out))
-        loss = sum(losses)
-        return (loss, {}) if return_outputs else loss
+def pair_loss(model: SentenceTransformer, inputs: dict, config: PairConfig) -> Tensor:
+    """The loss of §3 on a step's pairs; those of several tasks are summed (§6.3, auxiliary task)."""
+    losses = []
+    for part in inputs["parts"]:
+        m, c = (config.scale**0.5 * embed_buckets(model, part["texts"])).chunk(2)
+        left_out = part["same"] if config.mask_false_negatives else None
+        losses.append(mean_negative_log_likelihood(similarity(m, c), left_out))
+    return sum(losses)
 
 
 def train_pairs(
@@ -118,24 +115,9 @@ def train_pairs(
     tasks: Sequence[Task],
     config: PairConfig,
     output: Path,
-    *,
-    save_steps: int = 0,
-    progress: bool = True,
+    **options,
 ) -> pd.DataFrame:
-    """Trains `encoder` in place on one task, or on several with their losses summed; returns step, loss, lr.
-
-    AdamW, warm-up, linear decay (§6.1). `output` holds checkpoints, from which a run that was cut off goes on."""
-    prepare_for_training(encoder, config)
+    """trainer.train on one task, or on several with their losses summed (§6.1); `options`: its own."""
     schedule = pair_schedule([len(task) for task in tasks], config)
-    arguments = training_arguments(output, config, len(schedule), save_steps)
-    trainer = PairTrainer(
-        model=encoder,
-        args=arguments,
-        train_dataset=TaskPairs(tasks),
-        data_collator=PairCollator(encoder),
-        callbacks=[StepBar(progress)],
-        config=config,
-        schedule=schedule,
-        reference=None,
-    )
-    return fit(trainer, encoder, output)
+    loss = partial(pair_loss, config=config)
+    return train(encoder, TaskPairs(tasks), schedule, PairCollator(encoder), loss, config, output, **options)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import Trainer
 
 from drehr_utils.config import MARGIN, TripletConfig
 from drehr_utils.errors import DataError
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries
 from drehr_utils.training import encoders
-from drehr_utils.training.encoders import embed_buckets, has_fast_bf16, token_buckets
-from drehr_utils.training.trainer import ContrastiveTrainer, StepBar, prepare_for_training
+from drehr_utils.training.encoders import embed_buckets, token_buckets
+from drehr_utils.training.trainer import fit, prepare_for_training, train, training_arguments
 
 SENTENCE_TOKENS = 48
 
@@ -95,30 +95,28 @@ def mega_batches(entries: int, config: TripletConfig) -> tuple[list[list[int]], 
     return pools, steps[: config.max_steps]
 
 
-class TripletTrainer(ContrastiveTrainer):
-    """ContrastiveTrainer over triplets; the unmatched sentences of a pool are chosen at its first step."""
+@dataclass
+class TripletLoss:
+    """Equation 1 on a batch of a pool's entries; the pool's unmatched sentences are chosen at its first batch."""
 
-    def __init__(self, *args, data: TripletSet, pools: list[list[int]], **kwargs):
-        super().__init__(*args, reference=None, **kwargs)
-        self.data, self.pools = data, pools
-        self._mined: tuple[int, dict[int, int]] = (-1, {})
+    data: TripletSet
+    pools: list[list[int]]
+    config: TripletConfig
+    _mined: tuple[int, dict[int, int]] = field(default=(-1, {}), init=False)
 
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
+    def __call__(self, model: SentenceTransformer, inputs: dict[str, Tensor]) -> Tensor:
         data, rows = self.data, inputs["entries"].tolist()
-        chosen = self._unmatched(model, int(inputs["pool"]), rows)
+        chosen = self._unmatched(model, int(inputs["pool"]))
         rows = [row for row in rows if chosen[row] >= 0]
         if not rows:  # every sentence of the batch matches every query of it: nothing to learn
-            loss = torch.zeros((), device=self.args.device, requires_grad=True)
-            return (loss, {}) if return_outputs else loss
+            return torch.zeros((), device=model.device, requires_grad=True)
         query, sentence = data.query_of[rows], data.sentence_of[rows]
         unmatched = torch.tensor([chosen[row] for row in rows], dtype=torch.long)
-        q = self._embed(model, data.queries, query)
-        both = self._embed(model, data.sentences, torch.cat([sentence, unmatched]))
-        with torch.autocast(q.device.type, enabled=False):
-            loss = triplet_loss(q, both[: len(rows)], both[len(rows) :], self.config.margin)
-        return (loss, {}) if return_outputs else loss
+        q = _embed(model, data.queries, query)
+        m, u = _embed(model, data.sentences, torch.cat([sentence, unmatched])).chunk(2)
+        return triplet_loss(q, m, u, self.config.margin)
 
-    def _unmatched(self, model, pool: int, rows: list[int]) -> dict[int, int]:
+    def _unmatched(self, model: SentenceTransformer, pool: int) -> dict[int, int]:
         """Entry -> position of its unmatched sentence. Random sampling needs no inference."""
         if self._mined[0] != pool:
             entries = self.pools[pool]
@@ -127,35 +125,29 @@ class TripletTrainer(ContrastiveTrainer):
             S = torch.zeros(matched.shape)
             if self.config.hard:
                 with torch.no_grad():
-                    said = self._embed(model, self.data.sentences, columns)
-                    S = (self._embed(model, self.data.queries, query) @ said.T).float().cpu()
+                    said = _embed(model, self.data.sentences, columns)
+                    S = (_embed(model, self.data.queries, query) @ said.T).float().cpu()
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + pool)
             best = sample_unmatched(S, matched, self.config.hard, generator)
             found = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
             self._mined = (pool, dict(zip(entries, found.tolist(), strict=True)))
         return self._mined[1]
 
-    def _embed(self, model, texts: list[str], positions: Tensor) -> Tensor:
-        """Embeddings, float32 [positions, dim]; a text that repeats is encoded once."""
-        unique, back = positions.unique(return_inverse=True)
-        buckets = token_buckets(model, [texts[i] for i in unique.tolist()], SENTENCE_TOKENS, -(-len(unique) // 32))
-        buckets = [{key: value.to(self.args.device) for key, value in bucket.items()} for bucket in buckets]
-        return embed_buckets(model, buckets)[back.to(self.args.device)]
+
+def _embed(model: SentenceTransformer, texts: list[str], positions: Tensor) -> Tensor:
+    """Embeddings, float32 [positions, dim]; a text that repeats is encoded once."""
+    unique, back = positions.unique(return_inverse=True)
+    buckets = token_buckets(model, [texts[i] for i in unique.tolist()], SENTENCE_TOKENS, -(-len(unique) // 32))
+    return embed_buckets(model, buckets)[back]
 
 
 def _collate(keys: list[tuple[int, int]]) -> dict[str, Tensor]:
     return {"pool": torch.tensor(keys[0][0]), "entries": torch.tensor([entry for _, entry in keys])}
 
 
-def _arguments(folder: str, config: TripletConfig, steps: int, **changes) -> TrainingArguments:
-    settings = dict(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=config.batch_size, seed=config.seed,
-        learning_rate=config.learning_rate, weight_decay=config.weight_decay, lr_scheduler_type="linear",
-        warmup_steps=min(config.warmup_steps, steps // 10), optim="adamw_torch", bf16=has_fast_bf16(),
-        use_cpu=not torch.cuda.is_available(), data_seed=config.seed, logging_steps=1, save_strategy="no", report_to=[],
-        remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    return TrainingArguments(**(settings | changes))
+def _settings(config: TripletConfig, steps: int) -> dict[str, float]:
+    """What Appendix A asks of the optimizer beside training_arguments."""
+    return {"weight_decay": config.weight_decay, "warmup_steps": min(config.warmup_steps, steps // 10)}
 
 
 def train_triplets(
@@ -166,15 +158,9 @@ def train_triplets(
     Takes a minute or two, so it keeps no checkpoints: what calls it caches the result."""
     data = TripletSet.build(entries)
     pools, steps = mega_batches(len(data), config)
-    prepare_for_training(encoder, config)
+    loss, settings = TripletLoss(data, pools, config), _settings(config, len(steps))
     with tempfile.TemporaryDirectory() as folder:
-        trainer = TripletTrainer(
-            model=encoder, args=_arguments(folder, config, len(steps)), train_dataset=data, data_collator=_collate,
-            callbacks=[StepBar(progress)], config=config, schedule=steps, data=data, pools=pools,
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    trainer.accelerator.unwrap_model(encoder, keep_fp32_wrapper=False)  # or it would go on computing in bf16
+        train(encoder, data, steps, _collate, loss, config, Path(folder), progress=progress, **settings)
     return encoder
 
 
@@ -197,16 +183,14 @@ def tune_mlm(
         logging.set_verbosity_error()  # says at length that the head is new
         model = AutoModelForMaskedLM.from_pretrained(Path(folder, "start"), attn_implementation="eager")
         logging.set_verbosity(level)
+        steps = min(steps, config.max_steps or steps)
         trainer = Trainer(
             model=model,
-            args=_arguments(folder, config, min(steps, config.max_steps or steps)),
+            args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),
             train_dataset=[{"input_ids": row} for row in ids],
             data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, seed=config.seed),
-            callbacks=[StepBar(progress)],
         )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        fit(trainer, progress)
     body = getattr(model, model.base_model_prefix).state_dict()
     missing = encoder[0].auto_model.load_state_dict(body, strict=False).missing_keys
     if any(not key.startswith("pooler") for key in missing):
