@@ -68,11 +68,7 @@ def add_lora(encoder: SentenceTransformer, rank: int = 16, alpha: int = 32, drop
 
 
 def encode(
-    encoder: SentenceTransformer,
-    texts: Sequence[str],
-    batch_size: int = 64,
-    progress: bool = False,
-    bf16: bool = False,
+    encoder: SentenceTransformer, texts: Sequence[str], batch_size: int = 64, progress: bool = False, bf16: bool = False
 ) -> np.ndarray:
     """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once.
 
@@ -80,7 +76,7 @@ def encode(
     in the third digit."""
     unique = list(dict.fromkeys(texts))
     encoder.eval()
-    with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=bf16 and has_fast_bf16()):
+    with torch.autocast(encoder.device.type, torch.bfloat16, enabled=bf16 and has_fast_bf16()):
         embeddings = encoder.encode(
             unique, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress, convert_to_numpy=True
         ).astype(np.float32)
@@ -99,14 +95,8 @@ def token_buckets(
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     batches = []
     for part in np.array_split(np.array(order), min(buckets, len(order))):
-        padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, padding=True, return_tensors="pt")
-        batches.append(
-            {
-                "input_ids": padded["input_ids"],
-                "attention_mask": padded["attention_mask"],
-                "rows": torch.from_numpy(part),
-            }
-        )
+        padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
+        batches.append(dict(padded) | {"rows": torch.from_numpy(part)})
     return batches
 
 
@@ -139,12 +129,8 @@ def average_weights(encoder: SentenceTransformer, start: SentenceTransformer, sh
 
 def save_encoder(encoder: SentenceTransformer, folder: Path) -> None:
     """Saves in sentence-transformers' layout with safetensors, adapters merged, so that any tool loads it."""
-    import shutil
-
     if hasattr(encoder[0].model, "merge_and_unload"):
         encoder[0].model = encoder[0].model.merge_and_unload()
-    if folder.exists():
-        shutil.rmtree(folder)
     encoder.save(str(folder), create_model_card=False)
 
 

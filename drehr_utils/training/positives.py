@@ -42,17 +42,9 @@ class PositiveSets:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def of(self, i: int, sources: Iterable[str] | None = None) -> list[str]:
+    def of(self, i: int, sources: Sequence[str] | None = None) -> list[str]:
         """Chunk i's distinct positive terms, in their first order; of some sources only, if asked."""
-        part = slice(self.offsets[i], self.offsets[i + 1])
-        term = self.term[part]
-        if sources is not None:
-            term = term[np.isin(self.source[part], [self.sources.index(name) for name in sources])]
-        return list(dict.fromkeys(self.terms[t] for t in term))
-
-    def source_of(self, i: int) -> dict[str, str]:
-        """Each of chunk i's terms with its source: the first, where a term has several."""
-        return {term: source for source, term in reversed(self.samples(i))}
+        return list(dict.fromkeys(t for source, t in self.samples(i) if sources is None or source in sources))
 
     def samples(self, i: int) -> list[tuple[str, str]]:
         """Chunk i's samples as (source, term)."""
@@ -60,30 +52,19 @@ class PositiveSets:
         return [(self.sources[s], self.terms[t]) for s, t in zip(self.source[part], self.term[part], strict=True)]
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as handle:
-            np.savez_compressed(
-                handle, ids=np.array(self.ids), terms=np.array(self.terms), sources=np.array(self.sources),
-                offsets=self.offsets, term=self.term, source=self.source,
-            )  # fmt: skip
+        with open(path, "wb") as handle:  # savez would add .npz to a partial's name
+            np.savez_compressed(handle, **vars(self))
 
     @classmethod
     def load(cls, path: Path) -> PositiveSets:
         with np.load(path) as z:
-            return cls(
-                z["ids"].tolist(),
-                z["terms"].tolist(),
-                tuple(z["sources"].tolist()),
-                z["offsets"],
-                z["term"],
-                z["source"],
-            )
+            ids, terms, sources = (z[name].tolist() for name in ("ids", "terms", "sources"))
+            return cls(ids, terms, tuple(sources), z["offsets"], z["term"], z["source"])
 
     @classmethod
     def build(cls, rows: Iterable[tuple[str, Sequence[tuple[str, str]]]], sources: tuple[str, ...]) -> PositiveSets:
         """From (chunk id, [(source, term), ...]) rows."""
-        ids, offsets, at = [], [0], {}
-        term, source = [], []
+        ids, offsets, at, term, source = [], [0], {}, [], []
         for chunk_id, samples in rows:
             ids.append(chunk_id)
             term.append(np.array([at.setdefault(t, len(at)) for _, t in samples], dtype=np.int32))
@@ -200,16 +181,14 @@ def stage1_positives(
         found = _matches_of_each(chunks, matcher)
         for chunk in tqdm(chunks, desc="stage I positives", disable=not progress, unit="chunk"):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
-            entities = [("string match", match.term) for match in next(found)]
-            entities += [("abbreviation", full_name) for _, full_name in abbreviations.get(chunk.id, ())]
-            first_source = {}
-            for source, term in entities:
-                first_source.setdefault(term, source)
+            first_source = {match.term: "string match" for match in next(found)}
+            for _, full_name in abbreviations.get(chunk.id, ()):
+                first_source.setdefault(full_name, "abbreviation")
             for entity in list(first_source):
                 for source, term in expand_entity(entity, kg, rng):
                     first_source.setdefault(term, source)
-            order = {source: i for i, source in enumerate(STAGE1_SOURCES)}
-            yield chunk.id, sorted(((s, t) for t, s in first_source.items()), key=lambda pair: order[pair[0]])
+            samples = ((source, term) for term, source in first_source.items())
+            yield chunk.id, sorted(samples, key=lambda sample: STAGE1_SOURCES.index(sample[0]))
 
     return PositiveSets.build(rows(), STAGE1_SOURCES)
 
@@ -232,14 +211,13 @@ def stage2_positives(
             f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
             f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
         )
-    rows = []
-    for chunk in chunks:
-        keys = [(chunk.id, kind) for kind in SOURCE_OF_ENTITY_TYPE]
-        whole = not missing.intersection(keys)
-        rows.append(
-            (chunk.id, [(SOURCE_OF_ENTITY_TYPE[k[1]], name) for k in keys for name in entities[k]] if whole else [])
-        )
-    return PositiveSets.build(rows, STAGE2_SOURCES)
+    lacking = {chunk_id for chunk_id, _ in missing}
+
+    def samples(chunk_id: str) -> list[tuple[str, str]]:
+        kinds = SOURCE_OF_ENTITY_TYPE.items() if chunk_id not in lacking else ()
+        return [(source, name) for kind, source in kinds for name in entities[chunk_id, kind]]
+
+    return PositiveSets.build(((chunk.id, samples(chunk.id)) for chunk in chunks), STAGE2_SOURCES)
 
 
 def positive_statistics(sets: PositiveSets) -> pd.DataFrame:

@@ -33,13 +33,12 @@ class GraphView:
 
 @dataclass
 class TrainingSet:
-    """Chunks and, for each, its positive terms. Chunks without any are left out, and counted."""
+    """Chunks and, for each, its positive terms. Chunks without any are left out."""
 
     ids: list[str]
     texts: list[str]
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
     weights: Callable[[int], Sequence[float] | None] = lambda k: None  # how likely each of its terms is drawn
-    without_positives: int = 0
     graph: GraphView = field(default_factory=lambda: GraphView())
     other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
 
@@ -51,11 +50,9 @@ class TrainingSet:
         sources: Sequence[str] | None = None,
         graph: GraphView | None = None,
         other_texts: Sequence[str] = (),
-        draw_weights: Sequence[tuple[str, float]] = (),
+        draw_weights: Sequence[tuple[str, float]] = (),  # StageConfig's
     ) -> TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
-
-        draw_weights: StageConfig's, by source.
 
         Raises DataError when the two don't belong together, or when no chunk has a positive."""
         if [chunk.id for chunk in chunks] != sets.ids:
@@ -64,21 +61,17 @@ class TrainingSet:
         kept = np.unique(np.repeat(np.arange(len(sets)), np.diff(sets.offsets))[wanted])
         if not len(kept):
             raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
-        weight_of = dict(draw_weights)
 
         def weights(k: int) -> list[float] | None:
-            source = sets.source_of(kept[k]) if weight_of else {}
-            return [weight_of.get(source[term], 1.0) for term in sets.of(kept[k], sources)] if weight_of else None
+            if not draw_weights:
+                return None
+            source = {term: source for source, term in reversed(sets.samples(kept[k]))}  # a term's first
+            return [dict(draw_weights).get(source[term], 1.0) for term in sets.of(kept[k], sources)]
 
         return cls(
-            [chunks[i].id for i in kept],
-            [chunks[i].text for i in kept],
-            lambda k: sets.of(kept[k], sources),
-            weights,
-            len(chunks) - len(kept),
-            graph or GraphView(),
-            list(other_texts),
-        )
+            [chunks[i].id for i in kept], [chunks[i].text for i in kept], lambda k: sets.of(kept[k], sources), weights,
+            graph or GraphView(), list(other_texts),
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -102,14 +95,12 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int =
 
     Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
     epoch. A last batch that is not full is dropped."""
-    steps_an_epoch = max(1, len(note_ids) // config.batch_size)
-    steps = max(1, round(steps_an_epoch * config.epochs))
-    steps = min(steps, config.max_steps) if config.max_steps else steps
+    steps = max(1, round(max(1, len(note_ids) // config.batch_size) * config.epochs))
+    steps = min(steps, config.max_steps or steps)
     by_note: dict[str, list[int]] = {}
     for i, note_id in enumerate(note_ids):
         by_note.setdefault(note_id, []).append(i)
-    schedule: list[list[tuple[int, int]]] = []
-    epoch = 0
+    schedule, epoch = [], 0
     while len(schedule) < steps:
         rng = np.random.default_rng([config.seed, epoch])
         groups = []
@@ -157,21 +148,17 @@ class PositivePairs(Dataset):
         terms, text = self.data.positives(i), self.data.texts[i]
         drawn = draw_positives(terms, config.positives_per_chunk, rng, self.data.weights(i))
         near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
+        near = sorted(set(near) - set(terms))
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
         if config.complete_hypernyms:
             mentioned |= graph.broader(mentioned)
         if config.substitution:
             text = substitute_aliases(text, graph.spans(text), config.substitution, rng)
-        kept = config.kept_per_chunk if config.keep else 0
-        others = (
-            [self.data.other_texts[i] for i in rng.choice(len(self.data.other_texts), kept, replace=False)]
-            if kept
-            else []
-        )
-        near = sorted(set(near) - set(terms))
+        other_texts = self.data.other_texts
+        kept = rng.choice(len(other_texts), config.kept_per_chunk, replace=False) if config.keep else ()
         hard = [near[i] for i in rng.permutation(len(near))[: config.hard_negatives]]
-        return Row(text, drawn, terms, mentioned, left_out, others, hard)
+        return Row(text, drawn, terms, mentioned, left_out, [other_texts[k] for k in kept], hard)
 
 
 @dataclass

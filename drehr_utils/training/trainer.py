@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from drehr_utils import artifacts
 from drehr_utils.config import StageConfig
@@ -65,24 +64,12 @@ def contrastive_loss(
     return loss
 
 
-class StepBar(TrainerCallback):
-    """One progress bar with the loss, instead of the Trainer's line (or table row, in a notebook) a step."""
-
-    def __init__(self, show: bool):
-        self.show = show
-
-    def on_train_begin(self, args, state, control, **_):
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show)
-
-    def on_step_end(self, args, state, control, **_):
-        self.bar.update(1)
+class StepBar(ProgressCallback):
+    """One progress bar with the loss, instead of a line (or table row, in a notebook) a step."""
 
     def on_log(self, args, state, control, logs=None, **_):
-        if logs and "loss" in logs:
-            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
-
-    def on_train_end(self, args, state, control, **_):
-        self.bar.close()
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 
 
 class ScheduledTrainer(Trainer):
@@ -166,7 +153,8 @@ def fit(trainer: Trainer, progress: bool = True) -> pd.DataFrame:
     """Trains the trainer's model in place, from its output folder's newest whole checkpoint if there is one; returns
     the loss curve: step, loss, learning_rate."""
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(StepBar(progress))
+    if progress:
+        trainer.add_callback(StepBar)
     trainer.train(resume_from_checkpoint=newest_checkpoint(Path(trainer.args.output_dir)))
     trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # or it would go on computing in bf16
     log = pd.DataFrame([row for row in trainer.state.log_history if "loss" in row])

@@ -23,13 +23,15 @@ def test_texts_are_of_the_stated_kinds_and_fixed_by_the_seed():
     queries = [text for text in texts if text in {f"gout {aspect}" for aspect in general_texts.ASPECTS}]
     questions = [text for text in texts if text in {form.format("gout") for form in general_texts.QUESTIONS}]
     assert len(queries) == pytest.approx(400, abs=50) and len(questions) == pytest.approx(100, abs=35)
-    assert not any("aspirin " in text for text in queries)
+    assert not {f"aspirin {aspect}" for aspect in general_texts.ASPECTS} & set(texts)  # a drug
     longest = max(texts, key=len)
     assert sum(text in longest for text in general_texts.definitions()) >= 3  # a passage
 
 
 def test_a_graph_without_types_gives_all_its_terms():
-    assert general_texts.general_texts(KnowledgeGraph(cui2pt={"C1": "gout"}), 50)
+    texts = general_texts.general_texts(KnowledgeGraph(cui2pt={"C1": "gout", "C2": "aspirin"}), 200)
+    for entity in ("gout", "aspirin"):
+        assert {f"{entity} {aspect}" for aspect in general_texts.ASPECTS} & set(texts)
 
 
 def test_no_benchmark_text_is_kept():

@@ -119,8 +119,13 @@ def test_sets_survive_saving(tmp_path):
 
 
 def test_stage2_wants_every_answer():
-    with pytest.raises(DataError, match="chunk a: no answer for diseases"):
-        stage2_positives([Chunk("a", "n", "x")], {})
+    chunks = [Chunk("a", "n", "x"), Chunk("b", "n", "y")]
+    answers = {("a", "diseases"): ["gout"], ("a", "clinical procedures"): [], ("a", "drugs"): ["aspirin", "advil"]}
+    with pytest.raises(DataError, match="3 of 6 .* b's for diseases first"):
+        stage2_positives(chunks, answers, unanswered=0.4)
+    answers["b", "drugs"] = ["lasix"]  # not the whole of it: b has no positives
+    sets = stage2_positives(chunks, answers, unanswered=0.4)
+    assert sets.samples(0) == [("disease", "gout"), ("drug", "aspirin"), ("drug", "advil")] and sets.samples(1) == []
 
 
 def test_aliases_are_replaced_in_place():

@@ -14,8 +14,7 @@ from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import load_profile
-from drehr_utils.training import encoders, sampling, trainer
-from drehr_utils.training import trainer as training
+from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
 from drehr_utils.training.sampling import TrainingSet, batch_schedule, draw_positives
 from drehr_utils.training.trainer import train_stage
@@ -41,12 +40,11 @@ def weights(encoder) -> torch.Tensor:
 
 def test_draws_are_exact_in_number_and_cover_short_lists():
     rng = np.random.default_rng(0)
-    assert sorted(draw_positives(["a", "b"], 5, rng))[:1] == ["a"] and set(draw_positives(["a", "b"], 5, rng)) == {
-        "a",
-        "b",
-    }
-    many = draw_positives([str(i) for i in range(50)], 16, rng)
-    assert len(many) == len(set(many)) == 16
+    for terms in (["a"], ["a", "b"], [str(i) for i in range(50)]):
+        for n in (1, 2, 5, 16, 50):
+            drawn = draw_positives(terms, n, rng)
+            assert len(drawn) == n and set(drawn) <= set(terms)
+            assert len(set(drawn)) == min(n, len(terms))  # repeats only once all are drawn
     dataset = sampling.PositivePairs(data(), replace(CONFIG, positives_per_chunk=1))
     assert len({dataset[(epoch, 0)].drawn[0] for epoch in range(20)}) == 2  # drawn anew each epoch
     assert dataset[(3, 0)] == dataset[(3, 0)]
@@ -93,7 +91,7 @@ def test_gradients_equal_those_of_every_entity_encoded_by_itself():
     S = encoders.embed_buckets(encoder, batch["chunks"]) @ four.T
     P = torch.tensor([[True, True, False, False], [False, False, True, True]])
     N = torch.tensor([[False, False, False, True], [False, True, False, False]])  # the shared furosemide is masked
-    training.losses.multi_similarity_loss(S, P, N).backward()
+    losses.multi_similarity_loss(S, P, N).backward()
     plain = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
     assert torch.allclose(ours, plain, atol=1e-5)
 
@@ -161,12 +159,41 @@ def test_a_decoder_with_lora_and_last_token_pooling_trains_and_merges(tmp_path):
     encoders.add_lora(encoder)
     trained = [name for name, p in encoder.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
-    train_stage(encoder, data(), CONFIG, tmp_path / "c", save_steps=0, progress=False)
+    train_stage(encoder, data(), CONFIG, tmp_path / "c", progress=False)
+    names = {name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in encoder.state_dict()}
+    after = {names[name]: p for name, p in encoder.named_parameters()}
+    assert all(torch.equal(after[name], p) for name, p in before.items())  # the rest is frozen
     expected = encoders.encode(encoder, ["htn", "chf on lasix"])
     encoders.save_encoder(encoder, tmp_path / "merged")
     merged = encoders.load_encoder(tmp_path / "merged", device="cpu")
     assert np.allclose(encoders.encode(merged, ["htn", "chf on lasix"]), expected, atol=1e-4)
-    assert not any("lora" in name for name, _ in merged.named_parameters()) and before
+    found = dict(merged.named_parameters())
+    assert found.keys() == before.keys()  # no adapter is left, and each linear layer has taken its own up
+    assert [name for name in before if not torch.equal(found[name], before[name])] == [
+        name for name in before if name.endswith("_proj.weight")
+    ]
+
+
+class Dropouts(TrainerCallback):
+    """What each dropout of the model is set to while it trains."""
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        assert model.training
+        kinds = {True: set(), False: set()}
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Dropout):
+                kinds["lora" in name].add(module.p)
+        self.adapters, self.encoder = kinds[True], kinds[False]
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, {0.0}), (0.2, {0.2}), (None, {0.1})])
+def test_adapters_keep_their_dropout_whatever_the_encoders_is(dropout, expected, tmp_path):
+    """DR.EHR §4.2: LoRA's dropout is 0.1."""
+    encoder, seen = pipeline.starting_encoder(load_profile("smoke")), Dropouts()
+    encoders.add_lora(encoder)
+    config = replace(CONFIG, max_steps=1, dropout=dropout)
+    train_stage(encoder, data(), config, tmp_path, save_steps=0, progress=False, callbacks=[seen])
+    assert seen.adapters == {0.1} and seen.encoder == expected
 
 
 def test_labels_are_completed_by_the_graph_and_concepts_join_as_anchors():
@@ -222,9 +249,8 @@ def test_what_is_left_out_contributes_nothing_to_the_loss():
     left_out = torch.tensor([[False, True], [False, False]])
     changed = S.clone()
     changed[0, 1] = 0.3
-    losses = [trainer.contrastive_loss(s, columns, known, CONFIG, left_out).item() for s in (S, changed)]
-    assert losses[0] == losses[1]
-    assert trainer.contrastive_loss(S, columns, known, CONFIG).item() != losses[0]
+    one, other = (trainer.contrastive_loss(s, columns, known, CONFIG, left_out).item() for s in (S, changed))
+    assert one == other != trainer.contrastive_loss(S, columns, known, CONFIG).item()
 
 
 def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_path):
