@@ -24,13 +24,9 @@ from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, 
 
 
 def contrastive_loss(
-    S: Tensor,
-    columns: Tensor,
-    known: Tensor,
-    config: StageConfig,
-    left_out: Tensor | None = None,
+    S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None,
     hard: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities].
 
     Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
@@ -39,27 +35,19 @@ def contrastive_loss(
     Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
     over the batch's chunks."""
     hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
-    n_chunks, n_drawn = columns.shape
-    flat = columns.reshape(-1)
+    left_out, hard = (torch.zeros_like(known) if mask is None else mask for mask in (left_out, hard))
+    (n_chunks, n_drawn), flat, beside = columns.shape, columns.reshape(-1), hard.any(dim=0)
     own = torch.eye(n_chunks, dtype=torch.bool, device=S.device).repeat_interleave(n_drawn, dim=1)
-    negatives = ~own
-    if config.mask_false_negatives:
-        negatives = negatives & ~known[:, flat]
-    if left_out is not None:
-        negatives = negatives & ~left_out[:, flat]
-    sampled = S[:, flat]
-    if hard is not None and hard.any():
-        beside = hard.any(dim=0)
-        sampled = torch.cat([sampled, S[:, beside]], dim=1)
-        own = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
-        negatives = torch.cat([negatives, hard[:, beside]], dim=1)
-    loss = losses.multi_similarity_loss(sampled, own, negatives, **hyper)
+    spared = left_out | known if config.mask_false_negatives else left_out
+    sampled = torch.cat([S[:, flat], S[:, beside]], dim=1)
+    positives = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
+    negatives = torch.cat([~own & ~spared[:, flat], hard[:, beside]], dim=1)
+    loss = losses.multi_similarity_loss(sampled, positives, negatives, **hyper)
     if config.both_ways:
         drawn = torch.zeros_like(known).scatter_(1, columns, True)
         positives = known if config.mask_false_negatives else drawn
-        negatives = ~positives if left_out is None else ~positives & ~left_out
         anchors = drawn.any(dim=0)  # a term that is only a hard negative has nothing to find
-        terms = (S.T[anchors], positives.T[anchors], negatives.T[anchors])
+        terms = (S.T[anchors], positives.T[anchors], (~positives & ~left_out).T[anchors])
         loss = (loss + losses.multi_similarity_loss(*terms, **hyper)) / 2
     return loss
 
@@ -103,7 +91,7 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
     differ from these, have warmup_steps. `save_steps` 0: no checkpoints."""
     if "warmup_steps" not in settings:
         settings["warmup_steps"] = round(config.warmup_ratio * steps)
-    return TrainingArguments(
+    fixed = dict(
         output_dir=str(output),
         max_steps=steps,
         per_device_train_batch_size=config.batch_size,
@@ -122,8 +110,8 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
         remove_unused_columns=False,
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **settings,
     )
+    return TrainingArguments(**(fixed | settings))
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -125,8 +125,8 @@ def test_with_no_whole_checkpoint_training_starts_anew(start, undisturbed, tmp_p
 
 
 def child(start: Path, output: Path, when: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.training.test_killed", str(start), str(output), when]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, __file__, str(start), str(output), when]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
 
 
 def killed_at(process: subprocess.Popen) -> None:
