@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
-from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
 
@@ -120,30 +117,6 @@ def save_bios(kg: KnowledgeGraph, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(getattr(kg, attribute), ensure_ascii=False), encoding="utf-8")
 
 
-def read_rows(
-    path: Path,
-    columns: Sequence[str],
-    split: Callable[[str], list[str]],
-    required: Sequence[str],
-    report: ReadReport,
-    hint: str,
-) -> Iterator[dict[str, str]]:
-    """Rows of a release's table (UMLS's RRF, SNOMED CT's RF2) as {column: cell}; malformed ones are counted."""
-    for number, line in tqdm(read_text_lines(path, hint), desc=path.name, unit="row", unit_scale=True, leave=False):
-        cells = split(line)
-        if number == 1 and cells == list(columns):  # RF2's header
-            continue
-        report.rows += 1
-        row = dict(zip(columns, cells, strict=False))
-        empty = [name for name in required if not row.get(name, "-").strip()]
-        if len(cells) != len(columns):
-            report.skip(number, columns[-1], f"{len(cells)} columns instead of {len(columns)}")
-        elif empty:
-            report.skip(number, empty[0], "empty")
-        else:
-            yield row
-
-
 def _read_json(folder: Path, name: str, check: Callable[[object], bool], expected: str) -> dict:
     try:
         value = json.loads("\n".join(line for _, line in read_text_lines(folder / f"{name}.json", BIOS_HINT)))
@@ -216,8 +189,9 @@ def load_bios(folder: Path, skip_malformed: bool = False) -> KnowledgeGraph:
     for name, before, after in (("is_a", is_a, kg.is_a), ("relations", relations, kg.relations)):
         if lost := sum(map(len, before.values())) - sum(map(len, after.values())):
             kg.dropped[f"{name}.json: concept unknown"] = lost
+    present = {path.name.removesuffix(".gz") for path in folder.iterdir()}
     for name in OPTIONAL_FILES:
-        if any(folder.glob(f"{name}.json*")):
+        if f"{name}.json" in present:
             check, expected = (_is_text, "a type") if name == "types" else (_is_texts, "a list")
             setattr(kg, name, _read_json(folder, name, check, expected))
     return kg

@@ -10,7 +10,8 @@ from pathlib import Path
 from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
-from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term, read_rows
+from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
+from drehr_utils.knowledge.umls import read_rows
 
 RF2_COLUMNS = {
     "Concept": "id effectiveTime active moduleId definitionStatusId".split(),
@@ -22,10 +23,6 @@ RF2_COLUMNS = {
 }
 FULLY_SPECIFIED_NAME, SYNONYM, IS_A = "900000000000003001", "900000000000013009", "116680003"
 HINT = "it is part of a SNOMED CT release (RF2, Snapshot/Terminology), which needs an affiliate licence"
-
-
-def _split(line: str) -> list[str]:
-    return line.split("\t")
 
 
 def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, list[ReadReport]]:
@@ -43,10 +40,10 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
         if not found:
             raise DataError(f"sct2_{table}_Snapshot{middle}_*.txt: no such file; {HINT}")
         path, columns = found[0].with_name(found[0].name.removesuffix(".gz")), RF2_COLUMNS[table]
-        if _split(next(read_text_lines(path, HINT), (1, ""))[1]) != columns:
+        if next(read_text_lines(path, HINT), (1, ""))[1].split("\t") != columns:
             raise DataError(f"{path.name}, row 1: the columns must be {', '.join(columns)}; {HINT}")
         reports.append(ReadReport(path.name))
-        for row in read_rows(path, columns, _split, columns, reports[-1], HINT):
+        for row in read_rows(path, columns, "\t", columns, reports[-1], HINT):
             if row["active"] == "1":
                 reports[-1].kept += 1
                 yield row

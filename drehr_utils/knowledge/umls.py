@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tqdm.auto import tqdm
+
 from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge.graph import normalize_term, read_rows
+from drehr_utils.files import read_text_lines
+from drehr_utils.knowledge.graph import normalize_term
 
 RRF_COLUMNS = {
     "MRCONSO": "CUI LAT TS LUI STT SUI ISPREF AUI SAUI SCUI SDUI SAB TTY CODE STR SRL SUPPRESS CVF".split(),
@@ -33,8 +36,6 @@ BEGIN
 _TERMS = "SELECT cui, term FROM term ORDER BY cui, rank, term"
 # CROSS JOIN fixes the tables' order: a plan of SQLite's own took two minutes for 120,000 edges.
 _LINKED = "FROM edge CROSS JOIN concept a ON a.id = cui CROSS JOIN concept b ON b.id = other WHERE relation"
-
-
 _FILES = {  # BIOS's file -> its rows, in order, and what a key's rows become
     "CUI2term": (_TERMS, list),
     "CUI2pt": (_TERMS, itemgetter(0)),
@@ -45,6 +46,24 @@ _FILES = {  # BIOS's file -> its rows, in order, and what a key's rows become
 }
 
 
+def read_rows(
+    path: Path, columns: Sequence[str], separator: str, required: Sequence[str], report: ReadReport, hint: str
+) -> Iterator[dict[str, str]]:
+    """Rows of a release's table (UMLS's RRF, SNOMED CT's RF2) as {column: cell}; malformed ones are counted."""
+    for number, line in tqdm(read_text_lines(path, hint), desc=path.name, unit="row", unit_scale=True, leave=False):
+        cells = line.removesuffix("|").split(separator)  # RRF has a pipe after the last cell too
+        if number == 1 and cells == list(columns):  # RF2's header
+            continue
+        report.rows += 1
+        row = dict(zip(columns, cells, strict=False))
+        if len(cells) != len(columns):
+            report.skip(number, columns[-1], f"{len(cells)} columns instead of {len(columns)}")
+        elif empty := [name for name in required if not row[name].strip()]:
+            report.skip(number, empty[0], "empty")
+        else:
+            yield row
+
+
 def _dump(path: Path, rows: Iterable[tuple], value: Callable[[list], object]) -> None:
     """Write {first cell: value(the rest of its rows)} as JSON, a key at a time."""
     with open(path, "w", encoding="utf-8", newline="\n") as file:
@@ -53,10 +72,6 @@ def _dump(path: Path, rows: Iterable[tuple], value: Callable[[list], object]) ->
             item = json.dumps(value([row[1] if len(row) == 2 else row[1:] for row in group]), ensure_ascii=False)
             file.write(f"{',' if n else ''}\n{json.dumps(key, ensure_ascii=False)}: {item}")
         file.write("\n}\n")
-
-
-def _split(line: str) -> list[str]:
-    return line.removesuffix("|").split("|")  # the last cell has a pipe after it too
 
 
 def _edge(first: str, relation: str, second: str, name: str) -> tuple[str, str, str] | None:
@@ -90,8 +105,7 @@ def umls_to_bios(
 
     def cells(name: str, of: Callable[[dict[str, str]], tuple | None]) -> Iterator[tuple]:
         """`of` each row that isn't suppressed, where it gives something."""
-        rows = read_rows(Path(paths[name]), RRF_COLUMNS[name], _split, REQUIRED[name], reports[name], HINT)
-        for row in rows:
+        for row in read_rows(Path(paths[name]), RRF_COLUMNS[name], "|", REQUIRED[name], reports[name], HINT):
             if not (suppress and row.get("SUPPRESS") in ("O", "E", "Y")) and (found := of(row)):
                 reports[name].kept += 1
                 yield found
