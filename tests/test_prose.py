@@ -8,7 +8,8 @@ import pytest
 
 from drehr_utils.profiles import ROOT
 
-MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sorted((ROOT / "drehr_utils").rglob("*.py"))]
+PACKAGE = sorted((ROOT / "drehr_utils").rglob("*.py"))
+MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in PACKAGE]
 TEXTS = [*sorted((ROOT / "notebooks").glob("*.ipynb")), *sorted(ROOT.glob("*.md")), ROOT / "data/README.md"]
 MADE_LATER = ("data/cache", "data/public")
 
@@ -20,7 +21,7 @@ def prose(path) -> str:
 
 
 def resolves(name: str) -> bool:
-    """A dotted name from `drehr_utils` on, or from a module's own name on: `losses.embedding_drift`."""
+    """A dotted name from `drehr_utils`, a room or a module on: `losses.embedding_drift`, `training.losses`."""
     first, rest = name.split(".", 1)
     starts = [first] if first == "drehr_utils" else [m for m in MODULES if m.endswith(f".{first}")]
     for start in starts:
@@ -29,6 +30,10 @@ def resolves(name: str) -> bool:
         except (ImportError, AttributeError):
             continue
     return False
+
+
+def test_a_name_where_it_is_not_is_found():
+    assert resolves("umls.umls_to_bios") and resolves("knowledge.umls") and not resolves("kg.umls_to_bios")
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
