@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,16 +42,24 @@ def short_name(path: Path) -> str:
     return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
 
 
-def read_text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    if not path.exists():
-        raise DataError(f"{short_name(path)}: no such file; data/README.md says which files a data set has")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        for row, line in enumerate(file, 1):
-            try:
-                yield row, line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise DataError(f"{short_name(path)}, row {row}: not UTF-8; save the file as UTF-8") from None
+def read_text_lines(
+    path: Path, hint: str = "data/README.md says which files a data set has"
+) -> Iterator[tuple[int, str]]:
+    """Row number and text of each line of a file, or of its .gz where only that is there.
+
+    Raises DataError where neither is there (`hint` says where it comes from), it isn't UTF-8 or the gzip is broken."""
+    found = next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.exists()), None)
+    if found is None:
+        raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
+    where, row = short_name(found), 0
+    try:
+        with (gzip.open if found.suffix == ".gz" else open)(found, "rb") as file:
+            for row, line in enumerate(file, 1):
+                yield row, line.decode("utf-8-sig" if row == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(f"{where}, row {row}: not UTF-8; save the file as UTF-8") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise DataError(f"{where}, after row {row}: broken gzip; copy or fetch the file again") from None
 
 
 def project_root() -> Path:

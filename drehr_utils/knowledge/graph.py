@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import gzip
+import gc
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
-
 from drehr_utils.errors import DataError
+from drehr_utils.files import read_text_lines
 
-JSON_FILES = {
-    "term2CUI": "term2cui",
-    "CUI2term": "cui2terms",
-    "CUI2pt": "cui2pt",
-    "is_a": "is_a",
-    "relations": "relations",
-}
 OPTIONAL_FILES = ("abbreviations", "types", "sources")  # ours: BIOS has no such files
-BIOS_HINT = "BIOS (Yu et al., 2022) has such a file; build_open_kg with save_bios, and umls_to_bios, write it."
+JSON_FILES = {  # and the fields of KnowledgeGraph that they hold
+    **{"term2CUI": "term2cui", "CUI2term": "cui2terms", "CUI2pt": "cui2pt", "is_a": "is_a", "relations": "relations"},
+    **{name: name for name in OPTIONAL_FILES},
+}
+BIOS_HINT = "BIOS (Yu et al., 2022) has such a file; build_open_kg with save_bios, and umls_to_bios, write it"
 
 
 def normalize_term(term: str) -> str:
     """Lower case, white space folded: the form in which terms are stored and matched."""
     return " ".join(term.lower().split())
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cycle collector would go over all that is made here again and again: a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass
@@ -88,23 +97,10 @@ class KnowledgeGraph:
             self.add_term(cui, term)
             self.abbreviations.setdefault(cui, []).append(term)
 
-
-def kg_counts(kg: KnowledgeGraph) -> dict[str, pd.DataFrame]:
-    """Counts for notebook 02: tables "source" and "type" (concepts, terms), and "relation" (edges, concepts)."""
-    size = {cui: len(terms) for cui, terms in kg.cui2terms.items()}
-
-    def table(name: str, pairs: Iterable[tuple[str, int]], columns: tuple[str, str]) -> pd.DataFrame:
-        frame = pd.DataFrame(pairs, columns=[name, "n"]).groupby(name)["n"].agg(["size", "sum"]).reset_index()
-        frame.columns = [name, *columns]
-        return frame.sort_values([columns[1], name], ascending=[False, True], ignore_index=True)
-
-    edges = [(relation, 1) for pairs in kg.relations.values() for relation, _ in pairs]
-    edges += [("is_a", 1) for parents in kg.is_a.values() for _ in parents]
-    return {
-        "source": table("source", ((s, size[c]) for c, s_ in kg.sources.items() for s in s_), ("concepts", "terms")),
-        "type": table("type", ((type_, size[c]) for c, type_ in kg.types.items()), ("concepts", "terms")),
-        "relation": table("relation", edges, ("rows", "edges"))[["relation", "edges"]],
-    }
+    def add_relation(self, cui: str, relation: str, other: str) -> None:
+        pairs = self.relations.setdefault(cui, [])
+        if (relation, other) not in pairs:
+            pairs.append((relation, other))
 
 
 # --- BIOS's files ----------------------------------------------------------------------------------------------------
@@ -117,38 +113,18 @@ def save_bios(kg: KnowledgeGraph, folder: Path) -> None:
     with open(folder / "bios.txt", "w", encoding="utf-8", newline="\n") as file:
         for cui, terms in kg.cui2terms.items():
             file.writelines(f"{cui}\t{term}\n" for term in terms)
-    for name, attribute in [*JSON_FILES.items(), *((name, name) for name in OPTIONAL_FILES)]:
+    for name, attribute in JSON_FILES.items():
         (folder / f"{name}.json").write_text(json.dumps(getattr(kg, attribute), ensure_ascii=False), encoding="utf-8")
-
-
-def _find(path: Path) -> Path | None:
-    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.exists()), None)
-
-
-def read_lines(path: Path, hint: str) -> Iterator[str]:
-    """Lines of a text file or its .gz; DataError where neither is there, it isn't UTF-8 or the gzip is broken."""
-    found = _find(Path(path))
-    if found is None:
-        raise DataError(f"{path.name} (or {path.name}.gz) is missing. {hint}")
-    row = 0
-    try:
-        with (gzip.open if found.suffix == ".gz" else open)(found, "rb") as file:
-            for row, line in enumerate(file, 1):
-                yield line.decode("utf-8-sig" if row == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{found.name}, row {row}: not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
-    except (EOFError, gzip.BadGzipFile, gzip.zlib.error):
-        raise DataError(f"{found.name}, after row {row}: broken gzip. Copy or fetch the file again.") from None
 
 
 def _read_json(folder: Path, name: str, check: Callable[[object], bool], expected: str) -> dict:
     try:
-        value = json.loads("".join(read_lines(folder / f"{name}.json", BIOS_HINT)))
+        value = json.loads("\n".join(line for _, line in read_text_lines(folder / f"{name}.json", BIOS_HINT)))
     except json.JSONDecodeError as error:
         where = f"{name}.json, row {error.lineno}, column {error.colno}"
         raise DataError(f"{where}: not JSON ({error.msg}). Fetch or build the file again.") from None
     if not isinstance(value, dict):
-        raise DataError(f"{name}.json: one JSON object expected, not {type(value).__name__}. {BIOS_HINT}")
+        raise DataError(f"{name}.json: one JSON object expected, not {type(value).__name__}. {BIOS_HINT}.")
     for key, item in value.items():
         if not check(item):
             raise DataError(f"{name}.json, field {key!r}: {expected} expected. Fetch or build the file again.")
@@ -167,32 +143,31 @@ def _is_pairs(value: object) -> bool:
     return isinstance(value, list) and all(_is_texts(pair) and len(pair) == 2 for pair in value)
 
 
-def load_bios(folder: Path, on_error: str = "raise") -> KnowledgeGraph:
+@collector_paused()
+def load_bios(folder: Path, skip_malformed: bool = False) -> KnowledgeGraph:
     """Read a folder in BIOS's layout; each file may be gzipped (`bios.txt.gz`).
 
-    on_error: "raise" stops at the first malformed row of bios.txt, "skip" counts such rows in `kg.dropped`. Relations
-    whose source or target is no concept are dropped and counted either way. Raises DataError (file, row, field).
+    skip_malformed: such rows of bios.txt are counted in `kg.dropped`, as relations whose source or target is no concept
+    are in any case. Raises DataError (file, row, field).
     """
-    if on_error not in ("raise", "skip"):
-        raise DataError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
     folder, kg = Path(folder), KnowledgeGraph()
     for term, cuis in _read_json(folder, "term2CUI", _is_texts, "a list of concept ids").items():
         known = kg.term2cui.setdefault(normalize_term(term), [])
         known += [cui for cui in dict.fromkeys(cuis) if cui not in known]
-    for cui, terms in _read_json(folder, "CUI2term", _is_texts, "a list of terms").items():
-        kg.cui2terms[cui] = list(dict.fromkeys(map(normalize_term, terms)))
-    for cui, term in _read_json(folder, "CUI2pt", _is_text, "a term").items():
-        kg.cui2pt[cui] = normalize_term(term)
-    for row, line in enumerate(read_lines(folder / "bios.txt", BIOS_HINT), 1):
-        cells = [cell.strip() for cell in line.rstrip("\r\n").split("\t")]
+    terms_of = _read_json(folder, "CUI2term", _is_texts, "a list of terms")
+    kg.cui2terms = {cui: list(dict.fromkeys(map(normalize_term, terms))) for cui, terms in terms_of.items() if terms}
+    preferred = _read_json(folder, "CUI2pt", _is_text, "a term")
+    kg.cui2pt = {cui: normalize_term(term) for cui, term in preferred.items()}
+    for row, line in read_text_lines(folder / "bios.txt", BIOS_HINT):
+        cells = [cell.strip() for cell in line.split("\t")]
         if len(cells) == 2 and all(cells):
             kg.add_term(cells[0], normalize_term(cells[1]))
             continue
         problem = f"{len(cells)} columns instead of 2 (concept id, term)"
         if len(cells) == 2:
             problem = f"field {'term' if cells[0] else 'concept id'!r} is empty"
-        if on_error == "raise":
-            raise DataError(f"bios.txt, row {row}: {problem}. Correct the row, or load with on_error='skip'.")
+        if not skip_malformed:
+            raise DataError(f"bios.txt, row {row}: {problem}. Correct the row, or load with skip_malformed=True.")
         kg.dropped[f"bios.txt: {problem}"] += 1
     for cui, terms in kg.cui2terms.items():
         kg.cui2pt.setdefault(cui, terms[0])
@@ -214,7 +189,9 @@ def load_bios(folder: Path, on_error: str = "raise") -> KnowledgeGraph:
     for name, before, after in (("is_a", is_a, kg.is_a), ("relations", relations, kg.relations)):
         if lost := sum(map(len, before.values())) - sum(map(len, after.values())):
             kg.dropped[f"{name}.json: concept unknown"] = lost
-    for name in filter(lambda name: _find(folder / f"{name}.json"), OPTIONAL_FILES):
-        check, expected = (_is_text, "a type") if name == "types" else (_is_texts, "a list")
-        setattr(kg, name, _read_json(folder, name, check, expected))
+    present = {path.name.removesuffix(".gz") for path in folder.iterdir()}
+    for name in OPTIONAL_FILES:
+        if f"{name}.json" in present:
+            check, expected = (_is_text, "a type") if name == "types" else (_is_texts, "a list")
+            setattr(kg, name, _read_json(folder, name, check, expected))
     return kg

@@ -7,17 +7,17 @@ tests/benchmarks/bench_matching.py times both."""
 
 from __future__ import annotations
 
-import gc
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from ahocorasick_rs import AhoCorasick, Implementation, MatchKind
+
+from drehr_utils.knowledge.graph import collector_paused
 
 
 class Match(NamedTuple):
@@ -26,15 +26,11 @@ class Match(NamedTuple):
     term: str
 
 
-# White space other than a blank, and "(": a term may start after them, as after a blank.
-_OPENS_A_TERM = re.compile(r"[^\S ]|\(")
-
-
-def _marked(text: str) -> str:
-    """`text` with a blank after each character that opens a term, so that one pattern prefix covers all of them."""
+def _blanked(text: str) -> str:
+    """`text` with a blank in place of each character after which a term may start: one pattern prefix for all."""
     if text.isprintable():  # then a blank is the only white space in it: the quick way, and the usual case
-        return text.replace("(", "( ")
-    return _OPENS_A_TERM.sub(r"\g<0> ", text)
+        return text.replace("(", " ")
+    return re.sub(r"[\s(]", " ", text)
 
 
 class EntityMatcher:
@@ -49,38 +45,34 @@ class EntityMatcher:
         self.terms = sorted({term for term in terms if term.strip()})
         # The contiguous NFA takes a fraction of the DFA's memory; the term list is ours already (store_patterns).
         self._automaton = AhoCorasick(
-            (f" {_marked(term)}" for term in self.terms),
+            (f" {_blanked(term)}" for term in self.terms),
             matchkind=MatchKind.Standard,
             store_patterns=False,
             implementation=Implementation.ContiguousNFA,
         )
-        # Closes a text for the automaton. No term holds it, so none can reach beyond the text.
-        letters = set().union(*self.terms)
-        self._stop = next(c for c in map(chr, range(1, 1 << 16)) if not (c.isalnum() or c in letters))
         self._table = _SpanTable(self.terms)
 
     def find(self, text: str) -> list[Match]:
         """The matches in `text`, which the caller has lower-cased as the terms are, in order."""
-        marked = f" {_marked(text)}{self._stop}"
-        hits = self._automaton.find_matches_as_indexes(marked, overlapping=True)
-        # start -> (end, term). Hits come in the order of their ends, so the last one of a start is the longest.
-        longest = {start: (end, index) for index, start, end in hits if not marked[end].isalnum()}
-        added: list[int] = []  # where `marked` has a blank more than `text`, but for the one in front
-        if len(marked) > len(text) + 2:
-            added = [m.end() + i + 1 for i, m in enumerate(_OPENS_A_TERM.finditer(text))]
+        blanked = f" {_blanked(text)}\n"  # the blank in front of a term stands at the term's own place in `text`
+        hits = self._automaton.find_matches_as_indexes(blanked, overlapping=True)
+        # start -> term. Hits come in the order of their ends, so the last one of a start is the longest.
+        longest = {
+            start: term
+            for index, start, end in hits
+            if not blanked[end].isalnum() and text.startswith(term := self.terms[index], start)
+        }
         matches, free_from = [], 0
         for start in sorted(longest):
-            first = start - bisect_right(added, start)  # the blank in front of the term counts as its start
-            if first >= free_from:
-                term = self.terms[longest[start][1]]
-                free_from = first + len(term)
-                matches.append(Match(first, free_from, term))
+            if start >= free_from:
+                free_from = start + len(longest[start])
+                matches.append(Match(start, free_from, longest[start]))
         return matches
 
     def find_all(self, texts: Sequence[str]) -> list[list[Match]]:
         """`find` of each text, several times as fast: the way for a corpus."""
         found: list[list[Match]] = [[]] * len(texts)
-        with _collector_paused():
+        with collector_paused():
             for block in _blocks(texts):
                 part = [texts[i] for i in block]
                 matches = self._table.find(part)
@@ -90,18 +82,6 @@ class EntityMatcher:
 
 
 # --- the hashed terms ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's cycle collector would go over all matches again and again while they are made: a quarter of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 _BLOCK = 1 << 19  # characters hashed at a time: arrays of a few MB
@@ -114,18 +94,11 @@ _PREFIX, _TERM = 1, 2
 
 def _blocks(texts: Sequence[str]) -> Iterator[list[int]]:
     """Indices of texts to hash together. First those in ASCII: one other widens a block from bytes to words."""
-    block, size = [], 0
     for kind in (True, False):
-        for i, text in enumerate(texts):
-            if text.isascii() is kind:
-                block.append(i)
-                size += len(text) + 1
-                if size >= _BLOCK:
-                    yield block
-                    block, size = [], 0
-        if block:
-            yield block
-            block, size = [], 0
+        group = [i for i, text in enumerate(texts) if text.isascii() is kind]
+        sizes = np.cumsum([len(texts[i]) + 1 for i in group])
+        cuts = np.flatnonzero(np.diff(sizes // _BLOCK)) + 1
+        yield from (block.tolist() for block in np.split(np.array(group, int), cuts) if len(block))
 
 
 @cache
@@ -151,28 +124,30 @@ class _SpanTable:
 
     The hash of any span is a difference of two prefix hashes, whatever its length. A match can end only where a
     word ends, so a walk from a start takes one such end after the other: `flags` tells, for the hash of the span so
-    far, whether a term goes on from there (else the walk is over) and whether a term may end there; `keys` and `ids`
-    (open addressing) then tell which. `flags` knows a tenth or so of other spans too; that costs a step, no more."""
+    far, whether a term goes on from there (else the walk is over) and whether a term may end there; `hashes` and `ids`
+    then tell which. `flags` knows a tenth or so of other spans too; that costs a step, no more."""
 
     def __init__(self, terms: list[str]):
         self._powers = self._inverses = np.ones(0, np.uint64)
         self.terms = np.array(terms, object)
         self.lengths = np.fromiter(map(len, terms), np.int32, len(terms))
-        slots = _power_of_two(2 * len(terms))
-        self.keys, self.ids = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)  # key 0: a free slot
         # A span for each term, and at most one for each place in it where a step of a walk can end.
         inner = sum(not c.isalnum() for term in terms for c in term)
         self.flags = np.zeros(_power_of_two(3 * (inner + len(terms))), np.uint8)
+        known = []
         for block in _blocks(terms):
             row = self._hashed([terms[i] for i in block])
             ends = row.ends[1:]
             term = np.searchsorted(row.stops, ends)
             hashes = self._span_hashes(row.prefix[ends], row.starts[term], row.prefix[row.starts[term]])
             whole = ends == row.stops[term]
-            slots = self._slots(self.flags, hashes)
+            slots = self._slots(hashes)
             self.flags[slots[~whole]] |= _PREFIX
             self.flags[slots[whole]] |= _TERM
-            self._insert(hashes[whole] | np.uint64(1), np.array(block, np.int32))
+            known.append(pd.Series(block, hashes[whole], np.int32))
+        ids = pd.concat(known) if known else pd.Series([], np.zeros(0, np.uint64), np.int32)
+        ids = ids[~ids.index.duplicated()]  # of two terms with one hash `find` tells which it is
+        self.hashes, self.ids = ids.index, ids.to_numpy()
 
     def _hashed(self, texts: list[str]) -> _Hashed:
         row = "\n".join(["", *texts, ""])
@@ -203,28 +178,8 @@ class _SpanTable:
         """Hashes that depend on a span's characters, not on its place in the row."""
         return (prefix_at_end - prefix_at_start) * (self._inverses[starts] * _SPREAD)
 
-    def _slots(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-        return (hashes >> np.uint64(65 - len(table).bit_length())).view(np.int64)
-
-    def _insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
-        slots = self._slots(self.keys, keys)
-        while len(keys):
-            free = self.keys[slots] == 0
-            self.keys[slots[free]], self.ids[slots[free]] = keys[free], ids[free]
-            left = ~free | (self.ids[slots] != ids)  # of several that took one slot, the last has it
-            keys, ids, slots = keys[left], ids[left], (slots[left] + 1) & (len(self.keys) - 1)
-
-    def _lookup(self, keys: np.ndarray) -> np.ndarray:
-        """The term's index for each key, -1 where there is none."""
-        found = np.full(len(keys), -1, np.int32)
-        of, slots = np.arange(len(keys)), self._slots(self.keys, keys)
-        while len(of):
-            there = self.keys.take(slots)
-            equal = there == keys
-            found[of[equal]] = self.ids.take(slots[equal])
-            on = (~equal & (there != 0)).nonzero()[0]
-            of, keys, slots = of.take(on), keys.take(on), (slots.take(on) + 1) & (len(self.keys) - 1)
-        return found
+    def _slots(self, hashes: np.ndarray) -> np.ndarray:
+        return (hashes >> np.uint64(65 - len(self.flags).bit_length())).view(np.int64)
 
     def _longest(self, row: _Hashed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(start, end, term's index) of the longest term at each place where one starts."""
@@ -243,7 +198,7 @@ class _SpanTable:
             hashes = at_ends.take(step)
             hashes -= origin
             hashes *= scale
-            flags = self.flags.take(self._slots(self.flags, hashes))
+            flags = self.flags.take(self._slots(hashes))
             hit = (flags >= _TERM).nonzero()[0]
             tried.append((walk.take(hit), step.take(hit), hashes.take(hit)))
             flags &= _PREFIX
@@ -256,12 +211,12 @@ class _SpanTable:
         if not tried:
             return (np.zeros(0, np.int64),) * 3
         walk, step, hashes = map(np.concatenate, zip(*tried, strict=True))
-        ids = self._lookup(hashes | np.uint64(1))
-        hit = np.flatnonzero(ids >= 0)
+        found = self.hashes.get_indexer(hashes)
+        hit = np.flatnonzero(found >= 0)
         best = np.full(len(starts), -1, np.int64)
         best[walk[hit]] = hit  # a later step is a longer span, and the last one stays
         best = best[best >= 0]
-        return starts[walk[best]], row.ends[step[best]], ids[best]
+        return starts[walk[best]], row.ends[step[best]], self.ids[found[best]]
 
     def find(self, texts: list[str]) -> list[list[Match]] | None:
         """Matches of each text; None if a span was taken for a term that only has its hash.

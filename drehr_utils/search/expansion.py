@@ -48,19 +48,12 @@ def expand_query(query: str, kg: KnowledgeGraph, expansions: Iterable[str] = EXP
     return " ".join([query, *(term for _, term in expansion_terms(query, kg, expansions))])
 
 
-def expansion_statistics(
-    queries: Mapping[str, str], kinds: Mapping[str, str], kg: KnowledgeGraph, expansions: Iterable[str] = EXPANSIONS
-) -> pd.DataFrame:
+def expansion_statistics(queries: Mapping[str, str], kinds: Mapping[str, str], kg: KnowledgeGraph) -> pd.DataFrame:
     """By query type: queries, the share that the graph knows in %, and the mean number of terms of each expansion.
 
     `queries` and `kinds` map query ids to texts and to types (benchmark.Benchmark's `queries` and `query_types`).
     """
-    expansions = tuple(expansions)
-    rows = []
-    for query_id, text in queries.items():
-        counts = Counter(expansion for expansion, _ in expansion_terms(text, kg, expansions))
-        known = 100.0 * bool(kg.cuis(text))
-        rows.append({"type": kinds[query_id], "in the graph, %": known, **{name: counts[name] for name in expansions}})
-    frame = pd.DataFrame(rows)
-    groups = frame.groupby("type", sort=False)
+    frame = pd.DataFrame({"type": kinds[i], "in the graph, %": 100.0 * bool(kg.cuis(t))} for i, t in queries.items())
+    found = [Counter(name for name, _ in expansion_terms(text, kg, EXPANSIONS)) for text in queries.values()]
+    groups = frame.assign(**{name: [n[name] for n in found] for name in EXPANSIONS}).groupby("type", sort=False)
     return pd.concat([groups.size().rename("queries"), groups.mean().round(1)], axis=1)

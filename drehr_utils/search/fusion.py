@@ -1,4 +1,4 @@
-"""Sparse and dense retrieval as score matrices [queries, chunks], and their fusion (CliniQ §4.2)."""
+"""Ranks of score matrices [queries, chunks], ties included, and their fusion (CliniQ §4.2)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reciprocal_rank_fusion(runs: Sequence[np.ndarray], ties: np.ndarray, k: int 
     """Sum over `runs` of 1 / (k + rank), ranks from 1 along the last axis (CliniQ §4.2.3, k = 60).
 
     `runs` are score arrays of one shape, `ties` orders equal scores within each. Ranks belong to a pool: fuse the
-    note's scores for Single-Patient Retrieval, the corpus's for Multi-Patient (evaluation.py does so for a tuple).
+    note's scores for Single-Patient Retrieval, the corpus's for Multi-Patient (evaluation.metrics does so for a tuple).
     """
     fused = 0.0
     for run in runs:
@@ -39,17 +39,6 @@ def reciprocal_rank_fusion(runs: Sequence[np.ndarray], ties: np.ndarray, k: int 
         np.put_along_axis(places, order, np.arange(1.0, order.shape[-1] + 1), axis=-1)  # the inverse permutation
         fused = fused + 1.0 / (k + places)
     return fused
-
-
-def as_run(
-    scores: np.ndarray, query_ids: Sequence[str], chunk_ids: Sequence[str], k: int | None = None, seed: int = 0
-) -> dict[str, dict[str, float]]:
-    """A score matrix as BEIR's `{query: {chunk: score}}`, each query's `k` best (all: None), best first."""
-    order = rank(scores, tie_keys(query_ids, chunk_ids, seed))[:, :k]
-    return {
-        query_id: {chunk_ids[column]: float(scores[row, column]) for column in order[row]}
-        for row, query_id in enumerate(query_ids)
-    }
 
 
 def _hash_ids(ids: Iterable[str], seed: int) -> np.ndarray:

@@ -1,7 +1,17 @@
 """Dense retrievers by name or path: each with its own pooling, prefixes and similarity (CliniQ §4.2.2).
 
-The settings are those that each model's authors document. `as_in_cliniq` makes of them what CliniQ's public evaluation
-script does: cosine similarity and 512 tokens for all, and bge without its instruction.
+A baseline of your own is one entry of REGISTRY, with what the model's card says and RetrieverSpec's fields explain:
+
+    RetrieverSpec(
+        "my-encoder", "owner/my-encoder",  # its name in the tables; a hub's name, or Path("/its/folder")
+        pooling="cls", query_prefix="query: ", passage_prefix="passage: ", similarity="dot", query_tokens=64,
+    ),
+
+and its name in the profile's `cliniq.retrievers`, or in DREHR_RETRIEVERS="MiniLM (start),my-encoder". A hub's name or
+a folder there needs no entry, where cosine, no prefixes and the pooling saved with the model are right.
+
+The registry's settings are those that each model's authors document. `as_in_cliniq` makes of them what CliniQ's public
+evaluation script does: cosine similarity and 512 tokens for all, and bge without its instruction.
 """
 
 from __future__ import annotations
@@ -14,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers.processors import TemplateProcessing
 
 from drehr_utils import artifacts
@@ -22,13 +31,12 @@ from drehr_utils.config import MINILM
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.search import embedding_api
-from drehr_utils.search.dense import dense_scores
+from drehr_utils.search.dense import SIMILARITIES, dense_scores, unit_length
 from drehr_utils.training.encoders import CHUNK_TOKENS, identity, load_encoder
 
 # What instruction-tuned retrievers are told; the wording is ours, the templates are the models'.
 TASK = "Given a medical entity, retrieve the passages of patients' records that are relevant to it"
 INSTRUCT = f"Instruct: {TASK}\nQuery: "
-SIMILARITIES = ("cosine", "dot")
 
 
 @dataclass(frozen=True)
@@ -128,23 +136,14 @@ def load_retriever(spec: RetrieverSpec, device: str | None = None) -> tuple[Sent
 
 
 def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str | None) -> SentenceTransformer:
-    if model == MINILM:
-        return load_encoder(MINILM, spec.pooling, max_tokens, device)
-    if isinstance(model, Path) and not model.exists():
-        raise DataError(f"{model.name}: no such model folder; give {spec.name} one that is there")
+    settings = {"trust_remote_code": spec.trust_remote_code, "model_kwargs": {"dtype": spec.dtype}}
     try:
-        encoder = SentenceTransformer(
-            str(model), device=device, trust_remote_code=spec.trust_remote_code, model_kwargs={"dtype": spec.dtype}
-        )
+        encoder = load_encoder(model, spec.pooling, max_tokens, device, **settings)
     except OSError:  # transformers' text names the cache's folders
         raise DataError(
             f"{spec.name}: {Path(model).name} is not in the hub's cache, and could not be fetched; download it, give "
             "its folder in DREHR_RETRIEVERS, or leave it out"
         ) from None
-    encoder.max_seq_length = max_tokens
-    if spec.pooling is not None:
-        at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
-        encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=spec.pooling)
     tokenizer = encoder.tokenizer
     if spec.padding_side:
         tokenizer.padding_side = spec.padding_side
@@ -173,7 +172,6 @@ def embed_texts(
     passages: Sequence[str],
     *,
     device: str | None = None,
-    batch_size: int = 64,
     progress: bool = False,
     store: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -190,34 +188,24 @@ def embed_texts(
         ]
     else:
         found = [
-            _encode(encoder, part, prefix, batch_size, progress)
+            _encode(encoder, part, prefix, progress)
             for encoder, (prefix, part) in zip(load_retriever(spec, device), texts, strict=True)
         ]
     if spec.similarity == "cosine":
-        found = [e / np.maximum(np.linalg.norm(e, axis=1, keepdims=True), np.finfo(np.float32).tiny) for e in found]
-    return found[0], found[1]
+        found = map(unit_length, found)
+    queries, passages = found
+    return queries, passages
 
 
-def _encode(encoder: SentenceTransformer, texts: list[str], prefix: str, batch_size: int, progress: bool) -> np.ndarray:
+def _encode(encoder: SentenceTransformer, texts: list[str], prefix: str, progress: bool) -> np.ndarray:
     encoder.eval()
     # The prefix goes in as a prompt, so that a pooling that skips instructions (NV-Embed's) knows its length.
     return encoder.encode(
-        texts, prompt=prefix or None, batch_size=batch_size, show_progress_bar=progress, convert_to_numpy=True
+        texts, prompt=prefix or None, batch_size=64, show_progress_bar=progress, convert_to_numpy=True
     ).astype(np.float32)
 
 
-def similarity_scores(spec: RetrieverSpec, queries: np.ndarray, passages: np.ndarray) -> np.ndarray:
-    """float32 [queries, passages]: the spec's similarity of embed_texts' arrays. DataError where one isn't finite."""
-    if spec.similarity == "cosine":
-        return dense_scores(queries, passages)
-    if not (np.isfinite(queries).all() and np.isfinite(passages).all()):
-        raise DataError(f"{spec.name}: embeddings that are not finite; load the model in float32")
-    return np.asarray(queries, np.float32) @ np.asarray(passages, np.float32).T
-
-
-def retriever_scores(
-    spec: RetrieverSpec, benchmark: Benchmark, folder: Path, device: str | None = None, progress: bool = False
-) -> np.ndarray:
+def retriever_scores(spec: RetrieverSpec, benchmark: Benchmark, folder: Path, progress: bool = False) -> np.ndarray:
     """The retriever's score matrix of the benchmark [queries, chunks]; embeddings are kept in `folder`.
 
     They are found again by the spec, the texts and, for a model folder, its files' bytes."""
@@ -229,6 +217,6 @@ def retriever_scores(
     slug = re.sub(r"[^\w.-]+", "-", spec.name).strip("-")
     sides = artifacts.cached_file(
         folder / f"{slug}-{key}.npz",
-        lambda: embed_texts(spec, queries, passages, device=device, progress=progress, store=folder / "api"),
+        lambda: embed_texts(spec, queries, passages, progress=progress, store=folder / "api"),
     )
-    return similarity_scores(spec, *sides)
+    return dense_scores(*sides, spec.similarity)

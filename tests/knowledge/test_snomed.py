@@ -30,7 +30,7 @@ def test_malformed_rows_are_counted(tmp_path):
 
 
 def test_missing_files_and_wrong_columns(tmp_path):
-    with pytest.raises(DataError, match=r"sct2_Concept_Snapshot_\*.txt is missing.*licence"):
+    with pytest.raises(DataError, match=r"sct2_Concept_Snapshot_\*.txt: no such file.*licence"):
         load_snomed(tmp_path)
     folder = release(tmp_path / "a")
     path = next(folder.rglob("sct2_Relationship*"))

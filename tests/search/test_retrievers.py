@@ -21,7 +21,10 @@ from transformers import (
 
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
+from drehr_utils.papers.cliniq import baselines
+from drehr_utils.profiles import load_profile
 from drehr_utils.search import retrievers
+from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.retrievers import (
     REGISTRY,
     RetrieverSpec,
@@ -30,7 +33,6 @@ from drehr_utils.search.retrievers import (
     find_retriever,
     load_retriever,
     retriever_scores,
-    similarity_scores,
 )
 from drehr_utils.training.encoders import encode, load_encoder
 
@@ -96,7 +98,7 @@ def test_two_encoders_with_cls_pooling_and_dot_products(tmp_path):
             np.testing.assert_allclose(embedding, states(folder, ids)[0], atol=1e-5)
     norms = np.linalg.norm(found[0], axis=1)
     assert abs(norms - 1).min() > 0.1  # not normalised: lengths count in a dot product
-    np.testing.assert_allclose(similarity_scores(spec, *found), found[0] @ found[1].T, rtol=1e-5)
+    np.testing.assert_allclose(dense_scores(*found, spec.similarity), found[0] @ found[1].T, rtol=1e-5)
     one, same = load_retriever(replace(spec, query_model=None), device="cpu")
     assert one is same
     two, other = load_retriever(spec, device="cpu")
@@ -140,7 +142,7 @@ def test_minilm_is_the_projects_encoder():
     model = load_encoder("minilm")
     np.testing.assert_allclose(queries, encode(model, QUERIES), atol=1e-5)
     np.testing.assert_allclose(
-        similarity_scores(spec, queries, passages), encode(model, QUERIES) @ encode(model, PASSAGES).T, atol=1e-5
+        dense_scores(queries, passages), encode(model, QUERIES) @ encode(model, PASSAGES).T, atol=1e-5
     )
 
 
@@ -189,7 +191,7 @@ def test_scores_are_kept_and_made_again_when_the_model_changes(tmp_path, monkeyp
     )  # fmt: skip
     spec = RetrieverSpec("tiny model", folder, pooling="cls")
     first = retriever_scores(spec, bench, tmp_path / "kept")
-    expected = similarity_scores(spec, *embed_texts(spec, QUERIES, PASSAGES))
+    expected = dense_scores(*embed_texts(spec, QUERIES, PASSAGES), spec.similarity)
     np.testing.assert_allclose(first, expected, atol=1e-6)
     assert first.shape == (3, 3) and first.max() <= 1.001
 
@@ -197,14 +199,30 @@ def test_scores_are_kept_and_made_again_when_the_model_changes(tmp_path, monkeyp
         raise AssertionError("encoded again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(retrievers, "embed_texts", fail)
+        patch.setattr(retrievers, "load_retriever", fail)
         np.testing.assert_array_equal(retriever_scores(spec, bench, tmp_path / "kept"), first)
     bert(folder, 7)  # other weights in the same folder
     again = retriever_scores(spec, bench, tmp_path / "kept")
     assert abs(again - first).max() > 0.01 and len(list((tmp_path / "kept").glob("tiny-model-*.npz"))) == 2
+    # An entry more, or the model's folder elsewhere: nothing is encoded anew.
+    monkeypatch.setitem(REGISTRY, "my-encoder", RetrieverSpec("my-encoder", "owner/my-encoder"))
+    moved = replace(spec, model=folder.rename(tmp_path / "moved"))
+    monkeypatch.setattr(retrievers, "load_retriever", fail)
+    np.testing.assert_array_equal(retriever_scores(moved, bench, tmp_path / "kept"), again)
+
+
+def test_a_newcomers_entry_runs_by_its_name(tmp_path, monkeypatch):
+    folder = bert(tmp_path / "weights", 8)
+    mine = RetrieverSpec("my-encoder", folder, pooling="cls", query_prefix="given query : ", similarity="dot")
+    monkeypatch.setitem(REGISTRY, mine.name, mine)
+    monkeypatch.setenv("DREHR_RETRIEVERS", "MiniLM (start), my-encoder")
+    assert [s.name for s in baselines.settings(load_profile("smoke")).retrievers] == ["MiniLM (start)", "my-encoder"]
+    queries, _ = embed_texts(find_retriever("my-encoder"), QUERIES, PASSAGES, device="cpu")
+    ids = AutoTokenizer.from_pretrained(folder)("given query : " + QUERIES[0])["input_ids"]
+    np.testing.assert_allclose(queries[0], states(folder, ids)[0], atol=1e-5)
 
 
 def test_a_diverged_model_is_refused():
-    spec = RetrieverSpec("tiny", "x/y", similarity="dot")
-    with pytest.raises(DataError, match="tiny: embeddings that are not finite"):
-        similarity_scores(spec, np.full((1, 4), np.nan), np.ones((2, 4)))
+    for similarity in ("dot", "cosine"):
+        with pytest.raises(DataError, match="embeddings, row 0: not finite"):
+            dense_scores(np.full((1, 4), np.nan), np.ones((2, 4)), similarity)
