@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
-from collections.abc import Iterator
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from drehr_utils.errors import DataError
 
-_STRINGS = ("_id", "id", "text", "type", "note_id", "entity", "aspect_heading")
-
-
-def read_json_lines(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, str, dict]]:
-    """Row number, short file name and object of each line of a .jsonl or .jsonl.gz file that has all `fields`.
-
-    Raises DataError, naming file, row and field, where a line isn't an object with them; names are never absolute.
-    """
-    where = short_name(path)
-    for row, line in read_text_lines(path):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}, row {row}, column {error.colno}: not JSON; write one object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{where}, row {row}: not a JSON object; write one object a line")
-        for field in fields:
-            if field not in record:
-                raise DataError(f"{where}, row {row}, field {field}: missing; each line needs {', '.join(fields)}")
-            if field in _STRINGS and not isinstance(record[field], str):
-                raise DataError(f"{where}, row {row}, field {field}: not a string; quote it")
-        yield row, where, record
-
-
-def short_name(path: Path) -> str:
-    # The last parts say which file; an absolute path would leak a folder layout into a committed notebook.
-    return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
-
-
-def read_text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    if not path.exists():
-        raise DataError(f"{short_name(path)}: no such file; data/README.md says which files a data set has")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        for row, line in enumerate(file, 1):
-            try:
-                yield row, line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise DataError(f"{short_name(path)}, row {row}: not UTF-8; save the file as UTF-8") from None
+_STRINGS = ("_id", "id", "text", "type", "note_id", "entity", "aspect_heading", "task", "text_sha256", "answer")
+csv.field_size_limit(2**31 - 1)  # a note may be longer than the csv module's default of 131,072 characters
 
 
 def project_root() -> Path:
@@ -63,9 +28,136 @@ def project_root() -> Path:
     return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
 
 
+def short_name(path: Path) -> str:
+    # The last parts say which file; an absolute path would leak a folder layout into a committed notebook.
+    return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
+
+
+def open_file(path: Path, mode: str = "rb", **options: str) -> IO:
+    """A file to read, gzipped or not by its name. Raises DataError where there is none."""
+    if not path.is_file():
+        raise DataError(f"{short_name(path)}: no such file; data/README.md says which files a data set has")
+    return (gzip.open if path.suffix == ".gz" else open)(path, mode, **options)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+Skip = Callable[[str], None]  # told which file, row and field is left out and why, never what stands there
+
+
+def _fault(message: str, skip: Skip | None) -> None:
+    if skip is None:
+        raise DataError(message) from None
+    skip(message)
+
+
+def read_text_lines(path: Path, skip: Skip | None = None) -> Iterator[tuple[int, str]]:
+    """Row number and text of each line. Raises DataError, or tells `skip`, where one isn't UTF-8 or gzip ends early."""
+    row = 0
+    with open_file(path) as file:
+        try:
+            for row, line in enumerate(file, 1):
+                try:
+                    text = line.decode("utf-8").rstrip("\r\n")
+                except UnicodeDecodeError:
+                    _fault(f"{short_name(path)}, row {row}: not UTF-8; save the file as UTF-8", skip)
+                else:
+                    yield row, text
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            _fault(f"{short_name(path)}, after row {row}: the gzip stream is damaged, what follows is lost", skip)
+
+
+def read_json_lines(
+    path: Path, fields: tuple[str, ...], optional: tuple[str, ...] = (), skip: Skip | None = None
+) -> Iterator[tuple[int, str, dict]]:
+    """Row number, short file name and object of each line of a .jsonl or .jsonl.gz file that has all `fields`, and
+    `optional` ones as strings, as null or not at all.
+
+    Raises DataError, naming file, row and field, where a line isn't such an object, or tells `skip` and goes on."""
+    where = short_name(path)
+    for row, line in read_text_lines(path, skip):
+        if line.strip():
+            try:
+                record = _record(line, fields, optional)
+            except DataError as fault:
+                _fault(f"{where}, row {row}{fault}", skip)
+            else:
+                yield row, where, record
+
+
+def _record(line: str, fields: tuple[str, ...], optional: tuple[str, ...]) -> dict:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{at}: not JSON; write one object a line") from None
+    if not isinstance(record, dict):
+        raise DataError(": not a JSON object; write one object a line")
+    for field in fields:
+        if field not in record:
+            raise DataError(f", field {field}: missing; each line needs {', '.join(fields)}")
+        if field in _STRINGS and not isinstance(record[field], str):
+            raise DataError(f", field {field}: not a string; quote it")
+    for field in optional:
+        if not isinstance(record.get(field), str | None):
+            raise DataError(f", field {field}: not a string; quote it")
+    return record
+
+
+def is_utf8(value: str) -> bool:
+    """Whether `iter_rows` could decode the bytes of a value."""
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a CSV table as (row number in the file, the header being row 1; dict of the columns asked for).
+
+    Column names are compared in lower case, so that MIMIC-III's and MIMIC-IV's headers both fit. Raises DataError
+    for a missing file or column, a row that is cut short, or a file that is not CSV."""
+    path, columns, row = Path(path), tuple(columns), 1
+    where = short_name(path)
+    # surrogateescape keeps bytes that are not UTF-8 visible, so that the row that holds them can be named.
+    with open_file(path, "rt", encoding="utf-8", errors="surrogateescape", newline="") as handle:
+        try:
+            reader = csv.reader(handle)
+            header = [name.strip().lower() for name in next(reader, [])]
+            if missing := [name for name in columns if name not in header]:
+                raise DataError(
+                    f"{where}, row 1: column {', '.join(missing)} is missing; the header: {', '.join(header[:20])}"
+                )
+            at = {name: header.index(name) for name in columns}
+            for row, values in enumerate(reader, start=2):
+                if short := [name for name, i in at.items() if values and i >= len(values)]:
+                    raise DataError(f"{where}, row {row}: no value for field {short[0]} (the row is cut short)")
+                if values:
+                    yield row, {name: values[i] for name, i in at.items()}
+        except (csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{where}, after row {row}: not a readable CSV table ({error})") from None
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The file whole or not at all; gzipped if its name says so, the same bytes for the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{os.getpid()}-{path.name}")
     partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     os.replace(partial, path)
+
+
+def open_database(path: Path | None, schema: str) -> sqlite3.Connection:
+    """The sqlite database `path` with the tables of `schema`; None: one that goes with its connection, on disk too.
+
+    Each statement is a transaction of its own unless one is begun, and is on disk when it returns: a kill costs what it
+    interrupts and nothing else. Processes may share it. Raises DataError for a file that is no database."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path or "", timeout=600, isolation_level=None, check_same_thread=False)
+    try:
+        database.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {schema}")
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError as error:
+        raise DataError(f"{short_name(path)}: {error}; move it away, or restore it from a copy") from None
+    return database

@@ -25,6 +25,7 @@ from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.llm import client, prompts, servers
+from drehr_utils.llm.answers import Answers
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
@@ -97,19 +98,22 @@ def requests(profile: Profile, task: str) -> list[prompts.Request]:
     return [prompts.Request(task, chunk.id, chunk.text, kind) for chunk in chunks(profile) for kind in kinds]
 
 
-def answers(profile: Profile, task: str, progress: bool = True) -> client.Answers:
+def answers(profile: Profile, task: str, progress: bool = True) -> Answers:
     """Recorded and stored answers, and a server's for the rest where one is set (see servers)."""
     return client.answer_all(
-        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.jsonl",
+        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.sqlite",
         server=servers.server_from_env(), progress=progress,
     )  # fmt: skip
 
 
-def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
+def abbreviations(
+    profile: Profile, given: Answers | None = None
+) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
     """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A).
 
-    A chunk whose request failed has no entry."""
-    texts, counts, kept = answers(profile, "abbreviation_reduction").texts, AbbreviationCleaning(), {}
+    `given`: the answers, else they are asked for. A chunk whose request failed has no entry."""
+    texts = (given or answers(profile, "abbreviation_reduction")).texts
+    counts, kept = AbbreviationCleaning(), {}
     for chunk in chunks(profile):
         if (answer := texts.get(("abbreviation_reduction", None, chunk.id))) is not None:
             pairs, malformed = prompts.parse_abbreviations(answer)
@@ -118,11 +122,14 @@ def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], A
     return kept, counts
 
 
-def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
+def generated_entities(
+    profile: Profile, given: Answers | None = None
+) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
     """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2).
 
-    A chunk and type whose request failed has no entry: an unanswered prompt is not an empty answer."""
-    texts = answers(profile, "entity_generation").texts
+    `given`: the answers, else they are asked for. A chunk and type whose request failed has no entry: an unanswered
+    prompt is not an empty answer."""
+    texts = (given or answers(profile, "entity_generation")).texts
     entities, rows = {}, []
     for kind in prompts.ENTITY_TYPES:
         parsed = {
