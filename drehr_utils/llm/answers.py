@@ -92,14 +92,18 @@ class AnswerStore:
         """The answer's number, and whether it replaced another one of the same key and model."""
         key = _stored(*key, answer.get("model"))
         values = _stored(answer["answer"], answer.get("finish_reason"))
-        values += [n if isinstance(n := answer.get(f"{kind}_tokens"), int) else None for kind in ("prompt", "completion")]
+        values += [
+            n if isinstance(n := answer.get(f"{kind}_tokens"), int) else None for kind in ("prompt", "completion")
+        ]
         earlier = self.database.execute(
             "SELECT number, answer FROM answers WHERE (task, entity_type, id, text_sha256, prompt_sha256, source, model)"
             " = (?, ?, ?, ?, ?, ?, ?)", key,
         ).fetchone()  # fmt: skip
         if earlier is None:
             places = ", ".join("?" * 11)
-            return self.database.execute(f"INSERT INTO answers VALUES (NULL, {places})", (*key, *values)).lastrowid, False
+            return self.database.execute(
+                f"INSERT INTO answers VALUES (NULL, {places})", (*key, *values)
+            ).lastrowid, False
         self.database.execute(
             "UPDATE answers SET (answer, finish_reason, prompt_tokens, completion_tokens) = (?, ?, ?, ?)"
             " WHERE number = ?", (*values, earlier[0]),

@@ -16,8 +16,8 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils.llm import client
-from drehr_utils.llm.answers import AnswerKey, read_answers
-from drehr_utils.llm.prompts import Request, prompt_sha256
+from drehr_utils.llm.answers import AnswerStore
+from drehr_utils.llm.prompts import Request
 from drehr_utils.llm.servers import Server
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,8 @@ def ask_strictly(
 
 def unanswered(requests: Iterable[Request], recorded: Sequence[Path] = (), store: Path | None = None) -> list[Request]:
     """Those of the requests that neither a recorded file nor the store answers: what a first attempt would send."""
-    known: set[AnswerKey] = set()
-    for path in [*recorded, *([store] if store is not None and Path(store).exists() else [])]:
-        known.update(read_answers(Path(path)))
-    return [r for r in requests if AnswerKey(*r.key, r.text_sha256, prompt_sha256(r.task)) not in known]
+    known = AnswerStore(store, recorded)
+    return [request for request in requests if known.find(request)[1] is None]
 
 
 def without_thinking(answer: str) -> str:
