@@ -24,12 +24,11 @@ from drehr_utils.llm.prompts import PAPER_PROMPT_SHA256, Key, Request, prompt_sh
 log = logging.getLogger(__name__)
 
 OURS = ""  # the source of answers that a server gave; a recorded file's is its content's digest
-_SCHEMA = """
+_KEY = "task, entity_type, id, text_sha256, prompt_sha256, source, model"
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS answers (
-    number INTEGER PRIMARY KEY, task TEXT NOT NULL, entity_type TEXT NOT NULL, id TEXT NOT NULL,
-    text_sha256 TEXT NOT NULL, prompt_sha256 TEXT NOT NULL, source TEXT NOT NULL, model TEXT NOT NULL,
-    answer TEXT NOT NULL, finish_reason TEXT, prompt_tokens INTEGER, completion_tokens INTEGER,
-    UNIQUE (task, entity_type, id, text_sha256, prompt_sha256, source, model));
+    number INTEGER PRIMARY KEY, {_KEY.replace(",", " TEXT NOT NULL,")} TEXT NOT NULL, answer TEXT NOT NULL,
+    finish_reason TEXT, prompt_tokens INTEGER, completion_tokens INTEGER, UNIQUE ({_KEY}));
 CREATE TABLE IF NOT EXISTS files (
     source TEXT, bytes INTEGER, malformed_lines INTEGER, conflicting INTEGER, UNIQUE (source, bytes));
 CREATE TEMP TABLE found (
@@ -92,22 +91,13 @@ class AnswerStore:
         """The answer's number, and whether it replaced another one of the same key and model."""
         key = _stored(*key, answer.get("model"))
         values = _stored(answer["answer"], answer.get("finish_reason"))
-        values += [
-            n if isinstance(n := answer.get(f"{kind}_tokens"), int) else None for kind in ("prompt", "completion")
-        ]
-        earlier = self.database.execute(
-            "SELECT number, answer FROM answers WHERE (task, entity_type, id, text_sha256, prompt_sha256, source, model)"
-            " = (?, ?, ?, ?, ?, ?, ?)", key,
-        ).fetchone()  # fmt: skip
-        if earlier is None:
-            places = ", ".join("?" * 11)
-            return self.database.execute(
-                f"INSERT INTO answers VALUES (NULL, {places})", (*key, *values)
-            ).lastrowid, False
-        self.database.execute(
-            "UPDATE answers SET (answer, finish_reason, prompt_tokens, completion_tokens) = (?, ?, ?, ?)"
-            " WHERE number = ?", (*values, earlier[0]),
-        )  # fmt: skip
+        values += [n if isinstance(n := answer.get(f"{of}_tokens"), int) else None for of in ("prompt", "completion")]
+        sql = f"SELECT number, answer FROM answers WHERE ({_KEY}) = (?, ?, ?, ?, ?, ?, ?)"
+        if (earlier := self.database.execute(sql, key).fetchone()) is None:
+            sql = f"INSERT INTO answers VALUES (NULL{', ?' * 11})"
+            return self.database.execute(sql, key + values).lastrowid, False
+        sql = "UPDATE answers SET (answer, finish_reason, prompt_tokens, completion_tokens) = (?, ?, ?, ?)"
+        self.database.execute(f"{sql} WHERE number = ?", (*values, earlier[0]))
         return earlier[0], earlier[1] != values[0]
 
     def append(self, request: Request, answer: Mapping) -> int:
@@ -115,6 +105,11 @@ class AnswerStore:
         is on disk when this returns its number."""
         key = (*request.key, request.text_sha256, prompt_sha256(request.task), OURS)
         return self._put(key, answer)[0]
+
+    def has_any_of(self, model: str) -> bool:
+        """Whether the model has ever answered."""
+        sql = "SELECT 1 FROM answers WHERE (source, model) = (?, ?) LIMIT 1"
+        return self.database.execute(sql, _stored(OURS, model)).fetchone() is not None
 
     def find(self, request: Request, model: str | None = None) -> tuple[str, tuple[int, str] | None]:
         """Where the request's answer is from, with its number and finish reason; or why there's none, and None.
@@ -197,7 +192,7 @@ class Answers:
         return Texts(self.store.database)
 
     def enter(self, request: Request, number: int | None) -> None:
-        """Answer `number` of the store is the request's (None: there is none yet). DataError for one that comes twice."""
+        """Answer `number` of the store is the request's, None: there is none. DataError for one that comes twice."""
         try:
             self.store.database.execute("INSERT INTO found VALUES (?, ?, ?, ?)", (*_stored(*request.key), number))
         except sqlite3.IntegrityError:
@@ -209,8 +204,8 @@ class Answers:
         self.asked += 1
         self.truncated += answer["finish_reason"] == "length"
         number = self.store.append(request, answer)
-        where = "WHERE (task, entity_type, id) = (?, ?, ?)"
-        self.store.database.execute(f"UPDATE found SET number = ? {where}", (number, *_stored(*request.key)))
+        sql = "UPDATE found SET number = ? WHERE (task, entity_type, id) = (?, ?, ?)"
+        self.store.database.execute(sql, (number, *_stored(*request.key)))
 
     def digest(self) -> str:
         """SHA-256 of all keys and texts, in the keys' order."""

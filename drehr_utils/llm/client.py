@@ -146,10 +146,10 @@ async def _ask_all(
                     workers.start_soon(work)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-    # A server that gave earlier answers may choke on the few requests that are left: those have failed, it isn't gone.
-    choked = answers.stored and all(kind.startswith("HTTP 5") for kind in answers.errors)
-    if not answers.asked and in_a_row and in_a_row == answers.failed and not choked:
-        raise gone(f"{', '.join(sorted(answers.errors))}; all {in_a_row} requests failed")
+    if not answers.asked and in_a_row and in_a_row == answers.failed:
+        # A server that has answered before may choke on the few requests that are left: they failed, it isn't gone.
+        if set(answers.errors) != {"HTTP 500"} or not answers.store.has_any_of(server.model):
+            raise gone(f"{', '.join(sorted(answers.errors))}; all {in_a_row} requests failed")
 
 
 def _read_completion(response: object) -> dict[str, str | int | None]:

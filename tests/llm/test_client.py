@@ -500,6 +500,19 @@ def test_resumes_after_the_server_died(tmp_path):
     assert asked == {r.text for r in requests if r.id not in kept}
 
 
+def test_a_request_that_always_fails_does_not_stop_a_server_that_has_answered(tmp_path):
+    """Or a run could never end in which a share of the answers may be missing; a wrong key still stops it."""
+    store = tmp_path / "s.sqlite"
+    with serving(lambda n, body: (500, {}) if "note 3" in str(body) else (200, completion("- x"))) as server:
+        for stored, asked in ((0, 4), (4, 0)):
+            answers = ask(drugs(5), server, store)
+            assert (answers.stored, answers.asked, answers.failed) == (stored, asked, 1)
+        with pytest.raises(DataError, match="HTTP 500; all 1 requests failed"):
+            ask(drugs(4)[3:], server)
+    with serving(lambda n, body: (401, {})) as server, pytest.raises(DataError, match="HTTP 401; all 1 requests"):
+        ask(drugs(5), server, store)
+
+
 def test_interrupt_leaves_a_store_that_can_be_continued(tmp_path):
     requests, store = drugs(60), tmp_path / "s.sqlite"
     hang = threading.Event()
