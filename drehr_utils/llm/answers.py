@@ -42,18 +42,18 @@ def _stored(*values: str | int | None) -> list[str | int | None]:
 
 
 class AnswerStore:
-    """The database `path` (None: a temporary one), with the answers of `recorded` files, which are copied in once.
+    """The database `path`, by the name in .sqlite (None: a temporary one), with the answers of `recorded` files, which
+    are copied in once; so is the file of that name in .jsonl, where an earlier version kept our answers.
 
-    `answers.jsonl`, where an earlier version kept our answers, is copied into the `answers.sqlite` beside it. `counts`
-    has the files' `malformed_lines` (skipped, logged by number: bad JSON, a field missing or of another type, not
-    UTF-8, a damaged end) and `conflicting` (of two answers to one question by one model the last wins).
-    Raises DataError for a recorded file that isn't there."""
+    `counts` has the files' `malformed_lines` (skipped, logged by number: bad JSON, a field missing or of another type,
+    not UTF-8, a damaged end) and `conflicting` (of two answers to one question by one model the last wins). Raises
+    DataError for a recorded file that isn't there."""
 
     def __init__(self, path: Path | None, recorded: Sequence[Path] = ()):
-        self.database = open_database(path, _SCHEMA)
+        self.path = path and path.with_suffix(".sqlite")
+        self.database = open_database(self.path, _SCHEMA)
         self.counts: Counter[str] = Counter()
-        earlier = path.with_suffix(".jsonl") if path is not None else None
-        if earlier is not None and earlier != path and earlier.exists():
+        if path is not None and (earlier := path.with_suffix(".jsonl")).exists():
             self._copy(earlier, OURS)
         self.sources = [OURS]
         for file in map(Path, recorded):

@@ -46,7 +46,8 @@ def answer_all(
         elif (first := next(missing, None)) is not None:
             # A thread with its own loop: notebooks run one already. Leaving the block cancels what's in flight.
             with start_blocking_portal() as portal:
-                portal.call(_ask_all, chain([first], missing), server, store, answers, bar)
+                portal.call(_ask_all, chain([first], missing), server, answers, bar)
+    answers.store.database.execute("PRAGMA wal_checkpoint")  # the file is whole without its log, as one copies it
     return answers
 
 
@@ -93,13 +94,12 @@ def _is_servers_fault(error: Exception) -> bool:
     )
 
 
-async def _ask_all(
-    requests: Iterator[tuple[Request, str]], server: Server, path: Path | None, answers: Answers, bar: tqdm
-) -> None:
+async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answers: Answers, bar: tqdm) -> None:
     in_a_row = 0
 
     def gone(kind: str) -> DataError:
-        kept = f"; {answers.asked} answers of this run are in {Path(path).name}" if path and answers.asked else ""
+        path = answers.store.path
+        kept = f"; {answers.asked} answers of this run are in {path.name}" if path and answers.asked else ""
         return DataError(
             f"llm: the server at {server.base_url} does not answer ({kind}){kept}. Check that it is running and serves "
             f"{server.model} (e.g. `vllm serve {server.model}`) and DREHR_LLM_BASE_URL, then run again"

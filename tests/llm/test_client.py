@@ -317,8 +317,9 @@ def test_missing_recorded_file_and_a_store_that_is_no_database_are_refused(tmp_p
     with pytest.raises(DataError, match="nowhere.jsonl: no such file") as error:
         answer_all(drugs(1), recorded=[tmp_path / "nowhere.jsonl"], progress=False)
     assert str(tmp_path) not in str(error.value)
-    with pytest.raises(DataError, match="s.jsonl: file is not a database"):
-        answer_all(drugs(1), store=write(tmp_path / "s.jsonl", line(drugs(1)[0], "- x")), progress=False)
+    write(tmp_path / "s.sqlite", line(drugs(1)[0], "- x"))
+    with pytest.raises(DataError, match="s.sqlite: file is not a database"):
+        answer_all(drugs(1), store=tmp_path / "s.sqlite", progress=False)
 
 
 def test_an_earlier_versions_store_is_taken_over(tmp_path, caplog):

@@ -132,7 +132,7 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
-    cleaned = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.sqlite")
+    cleaned = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
     return curation.curate(admissions, cleaned.names)
 
 
@@ -167,7 +167,7 @@ def profile_judgments(
 
 def judgment_store(profile: Profile) -> Path:
     """Where a language model's answers of the judging are kept, so that a stopped run goes on."""
-    return profile.cache / "cliniq/judgments.sqlite"
+    return profile.cache / "cliniq/judgments.jsonl"
 
 
 def unanswered_questions(profile: Profile, questions: Iterable[Question]) -> list[Question]:

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from drehr_utils.data.notes import find_table, read_table
+from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
-from drehr_utils.files import iter_rows
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking

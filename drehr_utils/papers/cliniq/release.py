@@ -33,10 +33,10 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
-from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table
+from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import iter_rows, read_json_lines
+from drehr_utils.files import read_json_lines
 from drehr_utils.papers.cliniq.construction import save_benchmark
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows

@@ -227,7 +227,7 @@ def test_drugs_by_a_real_server_with_retry_fall_back_and_resume(tmp_path):
             return "Sure! It is furosemide.\nAnything else?" if tries[order] == 1 else "furosemide"
         return {"A": "aspirin", "H": "I can't say.\nSorry.", "J": "NA"}[order[0]]
 
-    store = tmp_path / "drugs.sqlite"
+    store = tmp_path / "drugs.jsonl"
     with chat_server(reply) as server:
         made = curation.clean_drugs_by_llm(orders, server=Server(server.base_url, "m"), store=store, progress=False)
         seeds = {body["seed"]: body["temperature"] for body in server.bodies}
