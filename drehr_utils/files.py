@@ -33,11 +33,17 @@ def short_name(path: Path) -> str:
     return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
 
 
-def open_file(path: Path, mode: str = "rb", **options: str) -> IO:
-    """A file to read, gzipped or not by its name. Raises DataError where there is none."""
-    if not path.is_file():
-        raise DataError(f"{short_name(path)}: no such file; data/README.md says which files a data set has")
-    return (gzip.open if path.suffix == ".gz" else open)(path, mode, **options)
+HINT = "data/README.md says which files a data set has"
+
+
+def open_file(path: Path, mode: str = "rb", hint: str = HINT, **options: str) -> IO:
+    """A file to read, or its .gz where only that is there; gunzipped by its name.
+
+    Raises DataError where neither is there; `hint` says where it comes from."""
+    found = next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
+    if found is None:
+        raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
+    return (gzip.open if found.suffix == ".gz" else open)(found, mode, **options)
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -51,20 +57,23 @@ def _fault(message: str, skip: Skip | None) -> None:
     skip(message)
 
 
-def read_text_lines(path: Path, skip: Skip | None = None) -> Iterator[tuple[int, str]]:
-    """Row number and text of each line. Raises DataError, or tells `skip`, where one isn't UTF-8 or gzip ends early."""
+def read_text_lines(path: Path, hint: str = HINT, skip: Skip | None = None) -> Iterator[tuple[int, str]]:
+    """Row number and text of each line of a file, or of its .gz where only that is there (see open_file).
+
+    Raises DataError, or tells `skip`, where a line isn't UTF-8 or the gzip is broken."""
     row = 0
-    with open_file(path) as file:
+    with open_file(path, hint=hint) as file:
+        where = short_name(Path(file.name))
         try:
             for row, line in enumerate(file, 1):
                 try:
-                    text = line.decode("utf-8").rstrip("\r\n")
+                    text = line.decode("utf-8-sig" if row == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError:
-                    _fault(f"{short_name(path)}, row {row}: not UTF-8; save the file as UTF-8", skip)
+                    _fault(f"{where}, row {row}: not UTF-8; save the file as UTF-8", skip)
                 else:
                     yield row, text
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            _fault(f"{short_name(path)}, after row {row}: the gzip stream is damaged, what follows is lost", skip)
+            _fault(f"{where}, after row {row}: broken gzip; copy or fetch the file again", skip)
 
 
 def read_json_lines(
@@ -75,7 +84,7 @@ def read_json_lines(
 
     Raises DataError, naming file, row and field, where a line isn't such an object, or tells `skip` and goes on."""
     where = short_name(path)
-    for row, line in read_text_lines(path, skip):
+    for row, line in read_text_lines(path, skip=skip):
         if line.strip():
             try:
                 record = _record(line, fields, optional)
