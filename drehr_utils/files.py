@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
+import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from drehr_utils.errors import DataError
 
-_STRINGS = ("_id", "id", "text", "type", "note_id", "entity", "aspect_heading")
-
-
-def read_json_lines(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, str, dict]]:
-    """Row number, short file name and object of each line of a .jsonl or .jsonl.gz file that has all `fields`.
-
-    Raises DataError, naming file, row and field, where a line isn't an object with them; names are never absolute.
-    """
-    where = short_name(path)
-    for row, line in read_text_lines(path):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}, row {row}, column {error.colno}: not JSON; write one object a line") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{where}, row {row}: not a JSON object; write one object a line")
-        for field in fields:
-            if field not in record:
-                raise DataError(f"{where}, row {row}, field {field}: missing; each line needs {', '.join(fields)}")
-            if field in _STRINGS and not isinstance(record[field], str):
-                raise DataError(f"{where}, row {row}, field {field}: not a string; quote it")
-        yield row, where, record
-
-
-def short_name(path: Path) -> str:
-    # The last parts say which file; an absolute path would leak a folder layout into a committed notebook.
-    return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
-
-
-def read_text_lines(
-    path: Path, hint: str = "data/README.md says which files a data set has"
-) -> Iterator[tuple[int, str]]:
-    """Row number and text of each line of a file, or of its .gz where only that is there.
-
-    Raises DataError where neither is there (`hint` says where it comes from), it isn't UTF-8 or the gzip is broken."""
-    found = next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.exists()), None)
-    if found is None:
-        raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
-    where, row = short_name(found), 0
-    try:
-        with (gzip.open if found.suffix == ".gz" else open)(found, "rb") as file:
-            for row, line in enumerate(file, 1):
-                yield row, line.decode("utf-8-sig" if row == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise DataError(f"{where}, row {row}: not UTF-8; save the file as UTF-8") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise DataError(f"{where}, after row {row}: broken gzip; copy or fetch the file again") from None
+_STRINGS = ("_id", "id", "text", "type", "note_id", "entity", "aspect_heading", "task", "text_sha256", "answer")
+csv.field_size_limit(2**31 - 1)  # a note may be longer than the csv module's default of 131,072 characters
 
 
 def project_root() -> Path:
@@ -72,9 +28,145 @@ def project_root() -> Path:
     return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
 
 
+def short_name(path: Path) -> str:
+    # The last parts say which file; an absolute path would leak a folder layout into a committed notebook.
+    return "/".join(path.parts[-3:]) if path.parent.name == "qrels" else "/".join(path.parts[-2:])
+
+
+HINT = "data/README.md says which files a data set has"
+
+
+def open_file(path: Path, mode: str = "rb", hint: str = HINT, **options: str) -> IO:
+    """A file to read, or its .gz where only that is there; gunzipped by its name.
+
+    Raises DataError where neither is there; `hint` says where it comes from."""
+    found = next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
+    if found is None:
+        raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
+    return (gzip.open if found.suffix == ".gz" else open)(found, mode, **options)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+Skip = Callable[[str], None]  # told which file, row and field is left out and why, never what stands there
+
+
+def _fault(message: str, skip: Skip | None) -> None:
+    if skip is None:
+        raise DataError(message) from None
+    skip(message)
+
+
+def read_text_lines(path: Path, hint: str = HINT, skip: Skip | None = None) -> Iterator[tuple[int, str]]:
+    """Row number and text of each line of a file, or of its .gz where only that is there (see open_file).
+
+    Raises DataError, or tells `skip`, where a line isn't UTF-8 or the gzip is broken."""
+    row = 0
+    with open_file(path, hint=hint) as file:
+        where = short_name(Path(file.name))
+        try:
+            for row, line in enumerate(file, 1):
+                try:
+                    text = line.decode("utf-8-sig" if row == 1 else "utf-8").rstrip("\r\n")
+                except UnicodeDecodeError:
+                    _fault(f"{where}, row {row}: not UTF-8; save the file as UTF-8", skip)
+                else:
+                    yield row, text
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            _fault(f"{where}, after row {row}: broken gzip; copy or fetch the file again", skip)
+
+
+def read_json_lines(
+    path: Path, fields: tuple[str, ...], optional: tuple[str, ...] = (), skip: Skip | None = None
+) -> Iterator[tuple[int, str, dict]]:
+    """Row number, short file name and object of each line of a .jsonl or .jsonl.gz file that has all `fields`, and
+    `optional` ones as strings, as null or not at all.
+
+    Raises DataError, naming file, row and field, where a line isn't such an object, or tells `skip` and goes on."""
+    where = short_name(path)
+    for row, line in read_text_lines(path, skip=skip):
+        if line.strip():
+            try:
+                record = _record(line, fields, optional)
+            except DataError as fault:
+                _fault(f"{where}, row {row}{fault}", skip)
+            else:
+                yield row, where, record
+
+
+def _record(line: str, fields: tuple[str, ...], optional: tuple[str, ...]) -> dict:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{at}: not JSON; write one object a line") from None
+    if not isinstance(record, dict):
+        raise DataError(": not a JSON object; write one object a line")
+    for field in fields:
+        if field not in record:
+            raise DataError(f", field {field}: missing; each line needs {', '.join(fields)}")
+        if field in _STRINGS and not isinstance(record[field], str):
+            raise DataError(f", field {field}: not a string; quote it")
+    for field in optional:
+        if not isinstance(record.get(field), str | None):
+            raise DataError(f", field {field}: not a string; quote it")
+    return record
+
+
+def is_utf8(value: str) -> bool:
+    """Whether `iter_rows` could decode the bytes of a value."""
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a CSV table as (row number in the file, the header being row 1; dict of the columns asked for).
+
+    Column names are compared in lower case, so that MIMIC-III's and MIMIC-IV's headers both fit. Raises DataError
+    for a missing file or column, a row that is cut short, or a file that is not CSV."""
+    path, columns, row = Path(path), tuple(columns), 1
+    where = short_name(path)
+    # surrogateescape keeps bytes that are not UTF-8 visible, so that the row that holds them can be named.
+    with open_file(path, "rt", encoding="utf-8", errors="surrogateescape", newline="") as handle:
+        try:
+            reader = csv.reader(handle)
+            header = [name.strip().lower() for name in next(reader, [])]
+            if missing := [name for name in columns if name not in header]:
+                raise DataError(
+                    f"{where}, row 1: column {', '.join(missing)} is missing; the header: {', '.join(header[:20])}"
+                )
+            at = {name: header.index(name) for name in columns}
+            for row, values in enumerate(reader, start=2):
+                if short := [name for name, i in at.items() if values and i >= len(values)]:
+                    raise DataError(f"{where}, row {row}: no value for field {short[0]} (the row is cut short)")
+                if values:
+                    yield row, {name: values[i] for name, i in at.items()}
+        except (csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{where}, after row {row}: not a readable CSV table ({error})") from None
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The file whole or not at all; gzipped if its name says so, the same bytes for the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{os.getpid()}-{path.name}")
     partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     os.replace(partial, path)
+
+
+def open_database(path: Path | None, schema: str) -> sqlite3.Connection:
+    """The sqlite database `path` with the tables of `schema`; None: one that goes with its connection, on disk too.
+
+    Each statement is a transaction of its own unless one is begun, and is on disk when it returns: a kill costs what it
+    interrupts and nothing else. Processes may share it. Raises DataError for a file that is no database."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path or "", timeout=600, isolation_level=None, check_same_thread=False)
+    try:
+        database.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {schema}")
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError as error:
+        raise DataError(f"{short_name(path)}: {error}; move it away, or restore it from a copy") from None
+    return database

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,12 @@ from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import notes as notes_module
 from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
 from drehr_utils.data.notes import Chunk, Note, ReadReport
+from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.llm import client, prompts, servers
+from drehr_utils.llm.answers import Answers
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
@@ -97,19 +100,22 @@ def requests(profile: Profile, task: str) -> list[prompts.Request]:
     return [prompts.Request(task, chunk.id, chunk.text, kind) for chunk in chunks(profile) for kind in kinds]
 
 
-def answers(profile: Profile, task: str, progress: bool = True) -> client.Answers:
+def answers(profile: Profile, task: str, progress: bool = True) -> Answers:
     """Recorded and stored answers, and a server's for the rest where one is set (see servers)."""
     return client.answer_all(
-        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.jsonl",
+        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.sqlite",
         server=servers.server_from_env(), progress=progress,
     )  # fmt: skip
 
 
-def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
+def abbreviations(
+    profile: Profile, given: Answers | None = None
+) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
     """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A).
 
-    A chunk whose request failed has no entry."""
-    texts, counts, kept = answers(profile, "abbreviation_reduction").texts, AbbreviationCleaning(), {}
+    `given`: the answers, else they are asked for. A chunk whose request failed has no entry."""
+    texts = (given or answers(profile, "abbreviation_reduction")).texts
+    counts, kept = AbbreviationCleaning(), {}
     for chunk in chunks(profile):
         if (answer := texts.get(("abbreviation_reduction", None, chunk.id))) is not None:
             pairs, malformed = prompts.parse_abbreviations(answer)
@@ -118,11 +124,14 @@ def abbreviations(profile: Profile) -> tuple[dict[str, list[tuple[str, str]]], A
     return kept, counts
 
 
-def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
+def generated_entities(
+    profile: Profile, given: Answers | None = None
+) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
     """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2).
 
-    A chunk and type whose request failed has no entry: an unanswered prompt is not an empty answer."""
-    texts = answers(profile, "entity_generation").texts
+    `given`: the answers, else they are asked for. A chunk and type whose request failed has no entry: an unanswered
+    prompt is not an empty answer."""
+    texts = (given or answers(profile, "entity_generation")).texts
     entities, rows = {}, []
     for kind in prompts.ENTITY_TYPES:
         parsed = {
@@ -138,35 +147,45 @@ def generated_entities(profile: Profile) -> tuple[dict[tuple[str, str], list[str
     )
 
 
-def _sets_digest(profile: Profile, stage: str) -> str:
-    """Of all that a stage's positive sets are made of: an answer that comes later makes them anew."""
-    task = {"stage1": "abbreviation_reduction", "stage2": "entity_generation"}[stage]
-    texts = {"|".join(map(str, key)): text for key, text in answers(profile, task, progress=False).texts.items()}
+def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], PositiveSets]]:
+    """The digest of all that a stage's positive sets are made of, and what gives the sets; both of the same answers,
+    for one that the server failed to give may come the next time that it's asked for."""
+    given = answers(profile, {"stage1": "abbreviation_reduction", "stage2": "entity_generation"}[stage], progress=False)
+
+    def make() -> PositiveSets:
+        if stage == "stage1":
+            pairs = abbreviations(profile, given)[0]
+            missing = [chunk.id for chunk in chunks(profile) if chunk.id not in pairs]
+            if len(missing) > profile.unanswered * len(chunks(profile)):
+                raise DataError(
+                    f"stage I: {len(missing)} of {len(chunks(profile))} of the language model's answers are missing, "
+                    f"{missing[0]}'s first; run this again to ask for them, or allow a share of them in the profile's "
+                    "`unanswered`"
+                )
+            return positives.stage1_positives(
+                chunks(profile), knowledge_graph(profile), matcher(profile), pairs, profile.seed
+            )
+        return positives.stage2_positives(chunks(profile), generated_entities(profile, given)[0], profile.unanswered)
+
     code, graph = (stage1_sets, _graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
-    return artifacts.digest(code, graph, profile.notes, profile.max_train_notes, profile.seed, texts)
+    key = artifacts.digest(
+        code, graph, profile.notes, profile.max_train_notes, profile.seed, given.digest(),
+        profile.unanswered if given.failed else None,
+    )  # fmt: skip
+    path = profile.cache / f"positives/{stage}-{key}.npz"
+    return key, lambda: artifacts.cached_file(path, make, PositiveSets.save, PositiveSets.load)
 
 
 def stage1_sets(profile: Profile) -> PositiveSets:
-    """Stage I's positive sets of the training chunks."""
-    return artifacts.cached_file(
-        profile.cache / f"positives/stage1-{_sets_digest(profile, 'stage1')}.npz",
-        lambda: positives.stage1_positives(
-            chunks(profile), knowledge_graph(profile), matcher(profile), abbreviations(profile)[0], profile.seed
-        ),
-        PositiveSets.save,
-        PositiveSets.load,
-    )
+    """Stage I's positive sets of the training chunks. Raises DataError as stage2_sets does; a chunk that may lack its
+    answer has no abbreviations' full names."""
+    return _positives(profile, "stage1")[1]()
 
 
 def stage2_sets(profile: Profile) -> PositiveSets:
     """Stage II's positive sets of the training chunks. Raises DataError when more of the language model's answers are
     missing than `profile.unanswered` allows; else chunks that lack one have no positives, and aren't trained on."""
-    return artifacts.cached_file(
-        profile.cache / f"positives/stage2-{_sets_digest(profile, 'stage2')}.npz",
-        lambda: positives.stage2_positives(chunks(profile), generated_entities(profile)[0], profile.unanswered),
-        PositiveSets.save,
-        PositiveSets.load,
-    )
+    return _positives(profile, "stage2")[1]()
 
 
 def graph_view(profile: Profile, concepts: bool) -> sampling.GraphView:
@@ -238,7 +257,13 @@ def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
     return reading_names(profile) if recipe.read_names else starting_encoder(profile)
 
 
-def _train(profile: Profile, stage: str, config: StageConfig, start: Path | SentenceTransformer, folder: Path) -> Path:
+def _train(
+    profile: Profile,
+    positive_sets: Callable[[], PositiveSets],
+    config: StageConfig,
+    start: Path | SentenceTransformer,
+    folder: Path,
+) -> Path:
     """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
     work = profile.cache / "checkpoints" / folder.name
 
@@ -246,7 +271,7 @@ def _train(profile: Profile, stage: str, config: StageConfig, start: Path | Sent
         encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
         if profile.lora:
             encoders.add_lora(encoder)
-        sets = {"stage1": stage1_sets, "stage2": stage2_sets}[stage](profile)
+        sets = positive_sets()
         view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
         data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
@@ -274,8 +299,9 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
             graph = _graph_digest(profile) if config.uses_graph else None
-            key = artifacts.digest(key, stage, config, _sets_digest(profile, stage), graph)
-            folder = _train(profile, stage, config, folder or _untrained(profile, recipe), models / f"{stage}-{key}")
+            made_of, sets = _positives(profile, stage)
+            key = artifacts.digest(key, stage, config, made_of, graph)
+            folder = _train(profile, sets, config, folder or _untrained(profile, recipe), models / f"{stage}-{key}")
             curves[stage] = pd.read_csv(folder / "loss.csv")
     if folder is None:
         folder = artifacts.cached_folder(

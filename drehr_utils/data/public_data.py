@@ -5,9 +5,9 @@ hosts, checked, and written in the layout that the notebooks read from $DREHR_PU
 goes on where it stopped, and a file appears under its name only when it is whole.
 
 What is checked, and how far:
-- `CONTENT` holds SHA-256 sums of the uncompressed files that this project was developed with. A sum that differs is
-  reported as a warning, with both sums: our conversion was written without reaching the hosts, so it was never run on
-  the live IU X-ray archive or on all of MedQuAD, only on files of their format.
+- `Source.outputs` holds SHA-256 sums of the uncompressed files that this project was developed with. One that differs
+  is reported as a warning: our conversion was written without reaching the hosts, so it was never run on the live IU
+  X-ray archive or on all of MedQuAD, only on files of their format.
 - The sums of NCBI's three archives are those that a public library (nlstruct) lists for them; we could not compare them
   with the live ones. A file that doesn't have its sum is refused and deleted.
 - GitHub's and Open-i's archives have no published sum. The first sum seen is kept in `<folder>/downloads/SHA256SUMS`,
@@ -18,12 +18,11 @@ What is checked, and how far:
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
 import hashlib
 import http.client
-import io
 import json
+import math
 import os
 import re
 import sys
@@ -32,28 +31,22 @@ import urllib.error
 import urllib.request
 import xml.etree.ElementTree as ET
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 from tqdm.auto import tqdm
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import write_atomically
 from drehr_utils.profiles import ROOT
 
 DATA_VARIABLE = "DREHR_PUBLIC_DATA"
 FOLDER = ROOT / "data/public"  # git-ignored; read where the variable is not set
 TIMEOUT = 60  # seconds without a byte
 IU_COLUMNS = ("uid", "MeSH", "Problems", "image", "indication", "comparison", "findings", "impression")
-
-CONTENT = {  # SHA-256 of the uncompressed files this project was developed with
-    "medquad/queries.jsonl.gz": "08c5820fa69b0ceff17923727bf170a2c56aeb3ad855510f60af292781c1277c",
-    "medquad/passages.jsonl.gz": "9efabb89689a38209a02404bc78b9d3af647535314499a5f9322f7b016df0172",
-    "iu_xray/indiana_reports.csv.gz": "fd718e074451e93effedd868ca8995d2495e58e85878e08853f2dd35810f2149",
-    "ncbi_disease/NCBItrainset_corpus.txt.gz": "f311381b28a6d0f641f57f4a963bb83619c2bdec5cd9caabb1381f894d5db817",
-    "ncbi_disease/NCBIdevelopset_corpus.txt.gz": "02db559974624ae9cbe6cd95d64d953e6926bb63afb6b25b63e53bd8b41a4b55",
-    "ncbi_disease/NCBItestset_corpus.txt.gz": "61c8050bf6979ef7b943ec1158dfc03b651ea3367d4c37356f9de4841e85c9a3",
-}
 
 
 @dataclass(frozen=True)
@@ -71,16 +64,11 @@ class Source:
     licence: str
     citation: str
     files: tuple[RemoteFile, ...]
-    outputs: tuple[str, ...]  # under the folder, as the notebooks read them
+    outputs: dict[str, str]  # under the folder, as the notebooks read them; SHA-256 of what this project was made with
     convert: Callable[[dict[str, Path]], dict[str, bytes]]  # downloads by name -> uncompressed content by output
 
 
 # --- download ----------------------------------------------------------------------------------------------------
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download(remote: RemoteFile, folder: Path, mirror: str | None = None, progress: bool = True) -> Path:
@@ -88,29 +76,37 @@ def download(remote: RemoteFile, folder: Path, mirror: str | None = None, progre
 
     `<name>.part` holds what came so far and is gone on with; a server that doesn't give a range starts it over. Raises
     DataError where the host can't be reached, the connection ends early, or the sum is another one."""
-    target, part = folder / remote.name, folder / f"{remote.name}.part"
+    target, part, sums = folder / remote.name, folder / f"{remote.name}.part", folder / "SHA256SUMS"
     folder.mkdir(parents=True, exist_ok=True)
-    if not target.exists():
-        url = f"{mirror.rstrip('/')}/{remote.name}" if mirror else remote.url
-        _fetch(url, part, progress)
-        _check(remote, part)
+    fetched = target if target.exists() else part
+    if fetched == part:
+        _fetch(f"{mirror.rstrip('/')}/{remote.name}" if mirror else remote.url, part, progress)
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
+    known = {name: value for value, _, name in (line.partition("  ") for line in lines)}
+    with fetched.open("rb") as file:
+        seen = hashlib.file_digest(file, "sha256").hexdigest()
+    if seen != (expected := remote.sha256 or known.get(remote.name) or seen):
+        fetched.unlink()
+        raise DataError(
+            f"{remote.name}: its SHA-256 is {seen}, not {expected}, so it was deleted; run this again, and if it stays "
+            "so, the host has another file: compare it by hand before you trust it"
+        )
+    if fetched == part:
         os.replace(part, target)
-        _remember(target)
-    else:
-        _check(remote, target)
+        rows = sorted((known | {remote.name: seen}).items())
+        write_atomically(sums, "".join(f"{value}  {name}\n" for name, value in rows).encode())
     return target
 
 
 def _fetch(url: str, part: Path, progress: bool) -> None:
-    have = part.stat().st_size if part.exists() else 0
+    have, total = part.stat().st_size if part.exists() else 0, None
     headers = {"User-Agent": "drehr-utils"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
-            goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-            if have and not (answer.status == 206 and goes_on):
+            if not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
                 have = 0
-            length = answer.headers.get("Content-Length")
-            total = have + int(length) if length else None
+            if length := answer.headers.get("Content-Length"):
+                total = have + int(length)
             with (
                 part.open("ab" if have else "wb") as file,
                 tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=not progress) as bar,
@@ -118,55 +114,24 @@ def _fetch(url: str, part: Path, progress: bool) -> None:
                 while block := answer.read(1 << 16):
                     file.write(block)
                     bar.update(len(block))
-            got = part.stat().st_size
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:  # the part is as long as the file, or longer: another file than before
             part.unlink()
             return _fetch(url, part, progress)
         raise DataError(f"{url}: the server says {error.code} {error.reason}; {_BY_HAND}") from None
     except http.client.IncompleteRead:
-        got = part.stat().st_size
-        raise DataError(f"{url}: the connection ended after {got:,} bytes; run this again to go on") from None
+        total = math.inf
     except OSError as error:  # URLError (no such host, refused), time-outs, resets
         raise DataError(f"{url}: cannot be reached ({getattr(error, 'reason', error)}); {_BY_HAND}") from None
-    if total is not None and got < total:
-        raise DataError(f"{url}: the connection ended after {got:,} of {total:,} bytes; run this again to go on")
+    if total is not None and (got := part.stat().st_size) < total:
+        of = f" of {total:,}" if total < math.inf else ""
+        raise DataError(f"{url}: the connection ended after {got:,}{of} bytes; run this again to go on")
 
 
 _BY_HAND = (
     "run this again when it can be, or run it on a machine with a network, copy its folder here and set "
     f"{DATA_VARIABLE} to the copy; --mirror takes another address"
 )
-
-
-def _check(remote: RemoteFile, path: Path) -> None:
-    seen, expected = sha256(path), remote.sha256 or _remembered(path.parent).get(remote.name)
-    if expected and seen != expected:
-        path.unlink()
-        raise DataError(
-            f"{remote.name}: its SHA-256 is {seen}, not {expected}, so it was deleted; run this again, and if it stays "
-            "so, the host has another file: compare it by hand before you trust it"
-        )
-
-
-def _remembered(folder: Path) -> dict[str, str]:
-    sums = folder / "SHA256SUMS"
-    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
-    return {name: value for value, _, name in (line.partition("  ") for line in lines)}
-
-
-def _remember(path: Path) -> None:
-    known = _remembered(path.parent) | {path.name: sha256(path)}
-    text = "".join(f"{value}  {name}\n" for name, value in sorted(known.items()))
-    _write(path.parent / "SHA256SUMS", text.encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The file whole or not at all; gzipped by its name, the same bytes for the same content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-    os.replace(partial, path)
 
 
 # --- conversion --------------------------------------------------------------------------------------------------
@@ -253,11 +218,8 @@ def convert_iu_xray(downloads: dict[str, Path]) -> dict[str, bytes]:
         })  # fmt: skip
     if not rows:
         raise DataError("NLMCXR_reports.tgz: no report in it; delete it and run this again")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, IU_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: int(row["uid"])))
-    return {"iu_xray/indiana_reports.csv.gz": text.getvalue().encode()}
+    table = pd.DataFrame(sorted(rows, key=lambda row: int(row["uid"])), columns=IU_COLUMNS)
+    return {"iu_xray/indiana_reports.csv.gz": table.to_csv(index=False, lineterminator="\n").encode()}
 
 
 def _folded(element: ET.Element) -> str:
@@ -280,6 +242,20 @@ def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
 _MEDQUAD = "7e94c7b336f1f8e010c03091df691c8bea014399"
 _CDV = "9b75fd472fb06d707924d840f8714d6e1ed9bd76"
 _NCBI = "https://www.ncbi.nlm.nih.gov/CBBresearch/Dogan/DISEASE"
+_NCBI_SUMS = {  # of the archive, of the text in it
+    "NCBItrainset_corpus": (
+        "26157233d70aeda0b2ac1dda4fc9369b0717bd888f5afe511d0c1c6a5ad307a0",
+        "f311381b28a6d0f641f57f4a963bb83619c2bdec5cd9caabb1381f894d5db817",
+    ),
+    "NCBIdevelopset_corpus": (
+        "61681ad09356619c8f4f3e1738663dd007ad0135720fdc90195120fea944cbe9",
+        "02db559974624ae9cbe6cd95d64d953e6926bb63afb6b25b63e53bd8b41a4b55",
+    ),
+    "NCBItestset_corpus": (
+        "b978442f39c739deb6619c70e7b07327d9eb1b71aff64996c02a592435583f46",
+        "61c8050bf6979ef7b943ec1158dfc03b651ea3367d4c37356f9de4841e85c9a3",
+    ),
+}
 SOURCES = {
     "medquad": Source(
         "MedQuAD, with CDV's annotations of its test split",
@@ -294,7 +270,10 @@ SOURCES = {
                 f"https://raw.githubusercontent.com/sebastianarnold/CDV/{_CDV}/data/MedQuAD/MedQuAD_test_annotations.json",
             ),
         ),
-        ("medquad/queries.jsonl.gz", "medquad/passages.jsonl.gz"),
+        {
+            "medquad/queries.jsonl.gz": "08c5820fa69b0ceff17923727bf170a2c56aeb3ad855510f60af292781c1277c",
+            "medquad/passages.jsonl.gz": "9efabb89689a38209a02404bc78b9d3af647535314499a5f9322f7b016df0172",
+        },
         convert_medquad,
     ),
     "iu_xray": Source(
@@ -303,7 +282,7 @@ SOURCES = {
         "Demner-Fushman et al., 2016. Preparing a collection of radiology examinations for distribution and retrieval. "
         "JAMIA 23(2):304-310.",
         (RemoteFile("NLMCXR_reports.tgz", "https://openi.nlm.nih.gov/imgs/collections/NLMCXR_reports.tgz"),),
-        ("iu_xray/indiana_reports.csv.gz",),
+        {"iu_xray/indiana_reports.csv.gz": "fd718e074451e93effedd868ca8995d2495e58e85878e08853f2dd35810f2149"},
         convert_iu_xray,
     ),
     "ncbi_disease": Source(
@@ -311,15 +290,8 @@ SOURCES = {
         "Public domain (a work of the United States government).",
         "Doğan, Leaman and Lu, 2014. NCBI disease corpus: a resource for disease name recognition and concept "
         "normalization. Journal of Biomedical Informatics 47:1-10.",
-        tuple(
-            RemoteFile(f"NCBI{part}set_corpus.zip", f"{_NCBI}/NCBI{part}set_corpus.zip", value)
-            for part, value in (
-                ("train", "26157233d70aeda0b2ac1dda4fc9369b0717bd888f5afe511d0c1c6a5ad307a0"),
-                ("develop", "61681ad09356619c8f4f3e1738663dd007ad0135720fdc90195120fea944cbe9"),
-                ("test", "b978442f39c739deb6619c70e7b07327d9eb1b71aff64996c02a592435583f46"),
-            )
-        ),
-        tuple(f"ncbi_disease/NCBI{part}set_corpus.txt.gz" for part in ("train", "develop", "test")),
+        tuple(RemoteFile(f"{name}.zip", f"{_NCBI}/{name}.zip", archive) for name, (archive, _) in _NCBI_SUMS.items()),
+        {f"ncbi_disease/{name}.txt.gz": text for name, (_, text) in _NCBI_SUMS.items()},
         convert_ncbi,
     ),
 }
@@ -328,21 +300,19 @@ SOURCES = {
 # --- all of it ---------------------------------------------------------------------------------------------------
 
 
-def verify(folder: Path, outputs: Sequence[str], content: dict[str, str] = CONTENT) -> dict[str, str]:
+def verify(folder: Path, outputs: Mapping[str, str]) -> dict[str, str]:
     """For each output `ok` (the content this project was developed with), `differs`, `unreadable` or `missing`."""
-    states = {}
-    for name in outputs:
-        path = folder / name
-        if not path.exists():
-            states[name] = "missing"
-            continue
+
+    def state(path: Path, content: str) -> str:
         try:
             with gzip.open(path) as file:
-                seen = hashlib.file_digest(file, "sha256").hexdigest()
-            states[name] = "ok" if seen == content.get(name) else "differs"
-        except (OSError, EOFError):
-            states[name] = "unreadable"
-    return states
+                return "ok" if hashlib.file_digest(file, "sha256").hexdigest() == content else "differs"
+        except FileNotFoundError:
+            return "missing"
+        except (OSError, EOFError, zlib.error):
+            return "unreadable"
+
+    return {name: state(folder / name, content) for name, content in outputs.items()}
 
 
 def locate(name: str, folder: str | Path | None = None, missing_ok: bool = True) -> Path | None:
@@ -352,19 +322,15 @@ def locate(name: str, folder: str | Path | None = None, missing_ok: bool = True)
     Where a file is missing: says how to get it and returns None, so that a notebook goes on without; or raises
     DataError if not missing_ok. Raises DataError for a file that can't be read."""
     root, source = Path(folder or os.environ.get(DATA_VARIABLE) or FOLDER), SOURCES[name]
-    states = verify(root, source.outputs)
-    broken, missing, other = (
-        [f for f, state in states.items() if state == kind] for kind in ("unreadable", "missing", "differs")
-    )
+    states, command = verify(root, source.outputs), f"python -m drehr_utils.data.public_data {name}"
+    broken, missing, other = ([f for f in states if states[f] == kind] for kind in ("unreadable", "missing", "differs"))
     if broken:
-        raise DataError(
-            f"{broken[0]}: damaged, or no gzip file; python -m drehr_utils.data.public_data {name} fetches it"
-        )
+        raise DataError(f"{broken[0]}: damaged, or no gzip file; {command} fetches it")
     if missing:
         said = (
-            f"{source.title}: {missing[0]} not found. `python -m drehr_utils.data.public_data {name}` fetches it into"
+            f"{source.title}: {missing[0]} not found. `{command}` fetches it into data/public; or set {DATA_VARIABLE} "
+            "to a folder that has it."
         )
-        said += f" data/public; or set {DATA_VARIABLE} to a folder that has it."
         if not missing_ok:
             raise DataError(said)
         print(f"{said} Skipped.")
@@ -375,19 +341,27 @@ def locate(name: str, folder: str | Path | None = None, missing_ok: bool = True)
     return root
 
 
+_LACKING = {"missing", "unreadable"}
+
+
 def fetch(source: Source, folder: Path, mirror: str | None = None, progress: bool = True) -> dict[str, str]:
     """Makes a source's outputs under `folder` where they are missing or unreadable; returns verify's states.
 
     Raises DataError as `download` and the conversions do; what is already there stays as it is."""
     states = verify(folder, source.outputs)
-    wanted = {name for name, state in states.items() if state in ("missing", "unreadable")}
-    if not wanted:
+    if not _LACKING & set(states.values()):
         return states
     downloads = {file.name: download(file, folder / "downloads", mirror, progress) for file in source.files}
     for name, content in source.convert(downloads).items():
-        if name in wanted:
-            _write(folder / name, content)
+        if states[name] in _LACKING:
+            write_atomically(folder / name, content)
     return verify(folder, source.outputs)
+
+
+_SAID = {
+    "ok": "as this project was developed with",
+    "differs": "not the content this project was developed with; scores may differ from the committed ones",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -417,10 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = True
             continue
         for output, state in states.items():
-            said = {"ok": "as this project was developed with", "differs": "not the content this project was developed "
-                    "with; scores may differ from the committed ones"}.get(state, state)  # fmt: skip
-            print(f"  {output}: {said}")
-        failed |= bool({"missing", "unreadable"} & set(states.values()))
+            print(f"  {output}: {_SAID.get(state, state)}")
+        failed |= bool(_LACKING & set(states.values()))
     if not failed and not args.check and str(args.folder) != given:
         print(f"Now: export {DATA_VARIABLE}={args.folder}")
     return int(failed)

@@ -1,129 +1,221 @@
-"""A language model's answers on disk: JSON lines that are read with their faults counted, and appended one by one.
+"""A language model's answers on disk, one sqlite database a run: ours as they come, and those of recorded files.
 
 An answer belongs to a prompt and a chunk's text: both are named by their digests, so an answer to another text or
-another prompt is never taken for this one's (client.answer_all)."""
+another prompt is never taken for this one's. There may be tens of millions: none is held in memory."""
 
 from __future__ import annotations
 
-import gzip
+import hashlib
 import json
 import logging
-import os
-import sys
-import zlib
+import sqlite3
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
+import pandas as pd
+
+from drehr_utils import artifacts
 from drehr_utils.errors import DataError
-from drehr_utils.llm.prompts import PAPER_PROMPT_SHA256, Request, prompt_sha256
+from drehr_utils.files import open_database, read_json_lines, short_name
+from drehr_utils.llm.prompts import PAPER_PROMPT_SHA256, Key, Request, prompt_sha256
 
 log = logging.getLogger(__name__)
 
+OURS = ""  # the source of answers that a server gave; a recorded file's is its content's digest
+_KEY = "task, entity_type, id, text_sha256, prompt_sha256, source, model"
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS answers (
+    number INTEGER PRIMARY KEY, {_KEY.replace(",", " TEXT NOT NULL,")} TEXT NOT NULL, answer TEXT NOT NULL,
+    finish_reason TEXT, prompt_tokens INTEGER, completion_tokens INTEGER, UNIQUE ({_KEY}));
+CREATE TABLE IF NOT EXISTS files (
+    source TEXT, bytes INTEGER, malformed_lines INTEGER, conflicting INTEGER, UNIQUE (source, bytes));
+CREATE TEMP TABLE found (
+    task TEXT, entity_type TEXT, id TEXT, number INTEGER, PRIMARY KEY (task, entity_type, id)) WITHOUT ROWID;
+"""
 
-class AnswerKey(NamedTuple):
-    task: str
-    entity_type: str | None
-    id: str
-    text_sha256: str
-    prompt_sha256: str
+
+def _stored(*values: str | int | None) -> list[str | int | None]:
+    """As sqlite keeps them: none is an empty string, and half a surrogate pair, which JSON can hold, a "?"."""
+    return [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value or "" for value in values]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    text: str
-    model: str | None = None  # None: recorded, the file doesn't say
-    finish_reason: str | None = None
+class AnswerStore:
+    """The database `path`, by the name in .sqlite (None: a temporary one), with the answers of `recorded` files, which
+    are copied in once; so is the file of that name in .jsonl, where an earlier version kept our answers.
+
+    `counts` has the files' `malformed_lines` (skipped, logged by number: bad JSON, a field missing or of another type,
+    not UTF-8, a damaged end) and `conflicting` (of two answers to one question by one model the last wins). Raises
+    DataError for a recorded file that isn't there."""
+
+    def __init__(self, path: Path | None, recorded: Sequence[Path] = ()):
+        self.path = path and path.with_suffix(".sqlite")
+        self.database = open_database(self.path, _SCHEMA)
+        self.counts: Counter[str] = Counter()
+        if path is not None and (earlier := path.with_suffix(".jsonl")).exists():
+            self._copy(earlier, OURS)
+        self.sources = [OURS]
+        for file in map(Path, recorded):
+            if not file.is_file():
+                raise DataError(f"{short_name(file)}: no such file; recorded answers are JSON lines")
+            self.sources.append(artifacts.digest(read_json_lines, file))
+            self._copy(file, self.sources[-1])
+
+    def _copy(self, path: Path, source: str) -> None:
+        """The file's answers, all in one transaction, unless they are there."""
+        counts, key = Counter(), (source, path.stat().st_size)
+
+        def skip(fault: str) -> None:
+            counts["malformed_lines"] += 1
+            if counts["malformed_lines"] <= 5:
+                log.warning("skipped: %s", fault)
+
+        with self.database:
+            self.database.execute("BEGIN IMMEDIATE")  # waits for another process that copies it
+            known = "SELECT malformed_lines, conflicting FROM files WHERE (source, bytes) = (?, ?)"
+            if (row := self.database.execute(known, key).fetchone()) is None:
+                needed = ("task", "id", "text_sha256", "answer")
+                optional = ("entity_type", "prompt_sha256", "model", "finish_reason")
+                for _, _, line in read_json_lines(path, needed, optional, skip):
+                    prompt = line.get("prompt_sha256") or PAPER_PROMPT_SHA256.get(line["task"], "")
+                    asked = (line["task"], line.get("entity_type"), line["id"], line["text_sha256"], prompt)
+                    counts["conflicting"] += self._put((*asked, source), line)[1]
+                row = (counts["malformed_lines"], counts["conflicting"])
+                self.database.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (*key, *row))
+        if any(row):
+            log.warning("%s: %d malformed lines, %d conflicting answers", short_name(path), *row)
+        self.counts.update(malformed_lines=row[0], conflicting=row[1])
+
+    def _put(self, key: tuple[str | None, ...], answer: Mapping) -> tuple[int, bool]:
+        """The answer's number, and whether it replaced another one of the same key and model."""
+        key = _stored(*key, answer.get("model"))
+        values = _stored(answer["answer"], answer.get("finish_reason"))
+        values += [n if isinstance(n := answer.get(f"{of}_tokens"), int) else None for of in ("prompt", "completion")]
+        sql = f"SELECT number, answer FROM answers WHERE ({_KEY}) = (?, ?, ?, ?, ?, ?, ?)"
+        if (earlier := self.database.execute(sql, key).fetchone()) is None:
+            sql = f"INSERT INTO answers VALUES (NULL{', ?' * 11})"
+            return self.database.execute(sql, key + values).lastrowid, False
+        sql = "UPDATE answers SET (answer, finish_reason, prompt_tokens, completion_tokens) = (?, ?, ?, ?)"
+        self.database.execute(f"{sql} WHERE number = ?", (*values, earlier[0]))
+        return earlier[0], earlier[1] != values[0]
+
+    def append(self, request: Request, answer: Mapping) -> int:
+        """Keeps our answer (`answer`, `model`, `finish_reason`, `prompt_tokens`, `completion_tokens`) to a request: it
+        is on disk when this returns its number."""
+        key = (*request.key, request.text_sha256, prompt_sha256(request.task), OURS)
+        return self._put(key, answer)[0]
+
+    def has_any_of(self, model: str) -> bool:
+        """Whether the model has ever answered."""
+        sql = "SELECT 1 FROM answers WHERE (source, model) = (?, ?) LIMIT 1"
+        return self.database.execute(sql, _stored(OURS, model)).fetchone() is not None
+
+    def find(self, request: Request, model: str | None = None) -> tuple[str, tuple[int, str] | None]:
+        """Where the request's answer is from, with its number and finish reason; or why there's none, and None.
+
+        Either names a counter of Answers. `model`: ours count only if they are this model's."""
+        rows = self.database.execute(
+            "SELECT text_sha256, prompt_sha256, source, model, number, finish_reason FROM answers"
+            " WHERE (task, entity_type, id) = (?, ?, ?) ORDER BY number", _stored(*request.key),
+        ).fetchall()  # fmt: skip
+        if not (rows := [row for row in rows if row[2] in self.sources]):
+            return "never_recorded", None
+        wanted = (request.text_sha256, prompt_sha256(request.task))
+        fitting = [row for row in rows if row[:2] == wanted]
+        if not fitting:
+            return "stale_prompt" if any(row[0] == wanted[0] for row in rows) else "stale_text", None
+        last = max(fitting, key=lambda row: (self.sources.index(row[2]), row[4]))  # ours only if none is recorded
+        if last[2] != OURS:
+            return "recorded", last[4:]
+        ours = [row for row in fitting if model in (None, row[3])]
+        return ("stored", ours[-1][4:]) if ours else ("other_model", None)
+
+
+class Texts(Mapping[Key, str]):
+    """The answers' texts by `Request.key`, in the keys' order, read from the database one by one.
+
+    Of an answer cut at the token limit without its last line: half a name is a wrong name."""
+
+    def __init__(self, database: sqlite3.Connection):
+        self.database = database
+
+    def __getitem__(self, key: Key) -> str:
+        row = self.database.execute(
+            "SELECT answer, finish_reason FROM found JOIN answers USING (number)"
+            " WHERE (found.task, found.entity_type, found.id) = (?, ?, ?)", _stored(*key),
+        ).fetchone()  # fmt: skip
+        if row is None:
+            raise KeyError(key)
+        return row[0].rpartition("\n")[0] if row[1] == "length" else row[0]
+
+    def __iter__(self) -> Iterator[Key]:
+        found = self.database.execute(
+            "SELECT task, entity_type, id FROM found WHERE number IS NOT NULL ORDER BY task, entity_type, id"
+        )
+        return ((task, kind or None, at) for task, kind, at in found)
+
+    def __len__(self) -> int:
+        return self.database.execute("SELECT count(number) FROM found").fetchone()[0]
+
+
+@dataclass
+class Answers:
+    """Answer texts by `Request.key` (a request that failed has none), and how they came about.
+
+    Counted in answers: `recorded`, `stored` and `asked` (where each came from), `truncated` (cut at the token limit;
+    the last line is dropped). In requests: `failed` (`errors` says of what; a later run asks again) and those whose
+    earlier answer didn't apply: `stale_text`, `stale_prompt`, `other_model`. In lines of answer files:
+    `malformed_lines` (skipped) and `conflicting` (replaced another answer to the same question). In tokens, as the
+    server counts them: `prompt_tokens`, `completion_tokens`."""
+
+    store: AnswerStore = field(repr=False)
+    recorded: int = 0
+    stored: int = 0
+    asked: int = 0
+    truncated: int = 0
+    failed: int = 0
+    stale_text: int = 0
+    stale_prompt: int = 0
+    other_model: int = 0
+    malformed_lines: int = 0
+    conflicting: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.malformed_lines, self.conflicting = (self.store.counts[n] for n in ("malformed_lines", "conflicting"))
 
     @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
+    def texts(self) -> Texts:
+        return Texts(self.store.database)
 
-    @property
-    def whole_lines(self) -> str:
-        """The text without the line at which the token limit cut it: half a name is a wrong name."""
-        return self.text.rpartition("\n")[0] if self.truncated else self.text
+    def enter(self, request: Request, number: int | None) -> None:
+        """Answer `number` of the store is the request's, None: there is none. DataError for one that comes twice."""
+        try:
+            self.store.database.execute("INSERT INTO found VALUES (?, ?, ?, ?)", (*_stored(*request.key), number))
+        except sqlite3.IntegrityError:
+            said = f"llm: request {request.id} ({request.label}) comes twice; ids must be unique in a run"
+            raise DataError(said) from None
 
+    def keep(self, request: Request, answer: Mapping) -> None:
+        """Stores the answer that was asked for (AnswerStore.append): it is on disk when this returns."""
+        self.asked += 1
+        self.truncated += answer["finish_reason"] == "length"
+        number = self.store.append(request, answer)
+        sql = "UPDATE found SET number = ? WHERE (task, entity_type, id) = (?, ?, ?)"
+        self.store.database.execute(sql, (number, *_stored(*request.key)))
 
-def _parse_line(raw: bytes) -> tuple[AnswerKey, Answer]:
-    """Raises ValueError with a reason that holds nothing of the line."""
-    try:
-        row = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except (ValueError, RecursionError):
-        raise ValueError("not JSON") from None
-    if not isinstance(row, dict):
-        raise ValueError("not an object")
-    for name in ("task", "id", "text_sha256", "answer"):
-        if not isinstance(row.get(name), str):
-            raise ValueError(f"field {name} is missing or not a string")
-    few = {}  # values that repeat over millions of lines are kept once
-    for name in ("task", "entity_type", "prompt_sha256", "model", "finish_reason"):
-        if not isinstance(value := row.get(name), str | None):
-            raise ValueError(f"field {name} is not a string")
-        few[name] = value if value is None else sys.intern(value)
-    prompt = few["prompt_sha256"] or PAPER_PROMPT_SHA256.get(few["task"], "")
-    key = AnswerKey(few["task"], few["entity_type"], row["id"], row["text_sha256"], prompt)
-    return key, Answer(row["answer"], few["model"], few["finish_reason"])
+    def digest(self) -> str:
+        """SHA-256 of all keys and texts, in the keys' order."""
+        sha = hashlib.sha256()
+        for key, text in self.texts.items():
+            sha.update(json.dumps([*key, text]).encode("ascii"))
+        return sha.hexdigest()
 
-
-def read_answers(path: Path, counts: Counter[str] | None = None) -> dict[AnswerKey, Answer]:
-    """Answers of a `.jsonl` or `.jsonl.gz` file. A line that can't be used (bad JSON, a field missing or of another
-    type, not UTF-8, cut short) is skipped, logged by number and added to `counts["malformed_lines"]`; of two different
-    answers to one question by one model the last wins and `counts["conflicting"]` grows.
-
-    Raises DataError when there is no such file."""
-    path, counts = Path(path), Counter() if counts is None else counts
-    if not path.is_file():
-        raise DataError(f"{path.name}: no such file in {path.parent.name}/; recorded answers are JSON lines")
-    answers: dict[AnswerKey, Answer] = {}
-    number = malformed = conflicting = 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                if not raw.strip():
-                    continue
-                try:
-                    key, answer = _parse_line(raw)
-                except ValueError as reason:
-                    malformed += 1
-                    if malformed <= 5:
-                        log.warning("%s, line %d: skipped, %s", path.name, number, reason)
-                    continue
-                earlier = answers.get(key)
-                conflicting += earlier is not None and earlier.model == answer.model and earlier.text != answer.text
-                answers[key] = answer
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        malformed += 1
-        log.warning("%s, after line %d: the gzip stream is damaged; the rest of the file is lost", path.name, number)
-    if malformed or conflicting:
-        log.warning("%s: %d malformed lines, %d conflicting answers", path.name, malformed, conflicting)
-    counts["malformed_lines"] += malformed
-    counts["conflicting"] += conflicting
-    return answers
-
-
-def open_store(path: Path | None) -> AbstractContextManager[BinaryIO | None]:
-    """The store, opened to append to; None for none."""
-    if path is None:
-        return nullcontext()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = open(path, "ab+")
-    if handle.seek(0, os.SEEK_END):
-        handle.seek(-1, os.SEEK_END)
-        if handle.read(1) != b"\n":  # a killed run left half a line: end it, or it spoils the next
-            handle.write(b"\n")
-    return handle
-
-
-def append(store: BinaryIO | None, request: Request, row: dict) -> None:
-    """One line, flushed, so that a kill costs at most the answer being written."""
-    if store is None:
-        return
-    kind = {"entity_type": request.entity_type} if request.entity_type else {}
-    row = {"task": request.task, **kind, "id": request.id, "text_sha256": request.text_sha256, **row}
-    store.write(json.dumps(row | {"prompt_sha256": prompt_sha256(request.task)}).encode("ascii") + b"\n")
-    store.flush()
+    def report(self) -> pd.DataFrame:
+        """One row a counter: columns `what`, `count`."""
+        rows = [(f.name.replace("_", " "), getattr(self, f.name)) for f in fields(self) if f.type == "int"]
+        rows += [(f"failed: {kind}", count) for kind, count in sorted(self.errors.items())]
+        return pd.DataFrame(rows, columns=["what", "count"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from drehr_utils.errors import DataError
@@ -67,7 +68,7 @@ def prompt_sha256(task: str) -> str:
     return _sha256(PROMPTS[task])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One question about one text; `key` is what `Answers.texts` is indexed by, and must be unique in a run."""
 
@@ -84,6 +85,10 @@ class Request:
     def text_sha256(self) -> str:
         return _sha256(self.text)
 
+    @property
+    def label(self) -> str:
+        return f"{self.task}, {self.entity_type}" if self.entity_type else self.task
+
     def prompt(self) -> str:
         """The template with its placeholders filled, in one pass: braces in the note stay as they are.
 
@@ -94,6 +99,11 @@ class Request:
             verb = "needs an" if self.entity_type is None else "takes no"
             raise DataError(f"llm: request {self.id}, field entity_type: the prompt of {self.task} {verb} entity type")
         return re.sub(r"\{(note|entity_type)\}", lambda match: values[match[1]], template)
+
+
+def estimated_tokens(requests: Iterable[Request]) -> int:
+    """Prompt tokens that asking all of `requests` would send, at 4 characters a token."""
+    return round(sum(len(request.prompt()) for request in requests) / 4)
 
 
 # --- parsers: total, they raise on no string -------------------------------------------------------------------------

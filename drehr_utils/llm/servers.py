@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 from dataclasses import dataclass, field
+from typing import Any
+
+import openai
 
 from drehr_utils.errors import DataError
 
@@ -63,11 +67,34 @@ class Server:
         if not self.model:
             raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")
 
+    def client(self, kind: type = openai.OpenAI, http: type = openai.DefaultHttpxClient) -> Any:
+        """openai's client of this server, or its `kind` for asyncio; it logs no text."""
+        logging.getLogger("openai._base_client").addFilter(_no_bodies)
+        timeout = openai.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
+        direct = {} if self.allow_remote else {"trust_env": False}  # a proxy may be anywhere
+        return kind(
+            base_url=self.base_url, api_key=self.api_key, max_retries=self.max_retries, timeout=timeout,
+            http_client=http(follow_redirects=False, timeout=timeout, **direct),
+        )  # fmt: skip
 
-def server_from_env() -> Server | None:
-    """The server of DREHR_LLM_BASE_URL, DREHR_LLM_MODEL and OPENAI_API_KEY; None when no base URL is set."""
-    base_url = os.environ.get("DREHR_LLM_BASE_URL", "").strip()
-    if not base_url:
+
+def _no_bodies(record: logging.LogRecord) -> bool:
+    """Some versions of openai log whole requests at level DEBUG, note text included."""
+    return record.levelno > logging.DEBUG
+
+
+def kind_of(error: Exception) -> str:
+    """What went wrong, without the error's own text: servers quote the prompt in it."""
+    return f"HTTP {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
+
+
+def server_from_env(variable: str = "DREHR_LLM_BASE_URL", model: str | None = None) -> Server | None:
+    """The server of the variable and OPENAI_API_KEY, for `model` or DREHR_LLM_MODEL; None when no address is set."""
+    if not (base_url := os.environ.get(variable, "").strip()):
         return None
     allow = os.environ.get("DREHR_LLM_ALLOW_REMOTE") == ALLOW_REMOTE
-    return Server(base_url, os.environ.get("DREHR_LLM_MODEL", "").strip(), allow_remote=allow)
+    model = os.environ.get("DREHR_LLM_MODEL", "").strip() if model is None else model
+    try:
+        return Server(base_url, model, allow_remote=allow)
+    except DataError as error:
+        raise DataError(str(error).replace("DREHR_LLM_BASE_URL", variable)) from None

@@ -16,8 +16,8 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils.llm import client
-from drehr_utils.llm.answers import AnswerKey, read_answers
-from drehr_utils.llm.prompts import Request, prompt_sha256
+from drehr_utils.llm.answers import AnswerStore
+from drehr_utils.llm.prompts import Request
 from drehr_utils.llm.servers import Server
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,6 @@ class AskReport:
         return pd.DataFrame(rows, columns=["what", "count"])
 
 
-def attempt_request(request: Request, attempt: int) -> Request:
-    """The request of an attempt, from 1: later ones carry the attempt in their id."""
-    return request if attempt == 1 else replace(request, id=f"{request.id}~{attempt}")
-
-
 def ask_strictly(
     requests: Sequence[Request],
     parse: Callable[[Request, str], Parsed],
@@ -80,20 +75,19 @@ def ask_strictly(
     for attempt in range(1, attempts + 1):
         if not pending:
             break
-        used = server
         if server is not None:
-            used = replace(server, seed=server.seed + attempt - 1, max_tokens=max_tokens or server.max_tokens)
+            server = replace(server, seed=server.seed + (attempt > 1), max_tokens=max_tokens or server.max_tokens)
             if attempt > 1:
-                used = replace(used, temperature=max(RETRY_TEMPERATURE, server.temperature))
-        asked = [attempt_request(request, attempt) for request in pending]
-        answers = client.answer_all(asked, recorded=recorded, store=store, server=used, progress=progress)
+                server = replace(server, temperature=max(RETRY_TEMPERATURE, server.temperature))
+        # Later attempts carry their number in the id.
+        asked = pending if attempt == 1 else [replace(request, id=f"{request.id}~{attempt}") for request in pending]
+        answers = client.answer_all(asked, recorded=recorded, store=store, server=server, progress=progress)
         report.asked.append(len(asked))
         report.prompt_tokens += answers.prompt_tokens
         report.completion_tokens += answers.completion_tokens
         left = []
         for request, sent in zip(pending, asked, strict=True):
-            text = answers.texts.get(sent.key)
-            if text is None:
+            if (text := answers.texts.get(sent.key)) is None:
                 report.failed += 1
                 left.append(request)
                 continue
@@ -110,10 +104,8 @@ def ask_strictly(
 
 def unanswered(requests: Iterable[Request], recorded: Sequence[Path] = (), store: Path | None = None) -> list[Request]:
     """Those of the requests that neither a recorded file nor the store answers: what a first attempt would send."""
-    known: set[AnswerKey] = set()
-    for path in [*recorded, *([store] if store is not None and Path(store).exists() else [])]:
-        known.update(read_answers(Path(path)))
-    return [r for r in requests if AnswerKey(*r.key, r.text_sha256, prompt_sha256(r.task)) not in known]
+    known = AnswerStore(store, recorded)
+    return [request for request in requests if known.find(request)[1] is None]
 
 
 def without_thinking(answer: str) -> str:

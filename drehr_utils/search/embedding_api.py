@@ -7,7 +7,6 @@ user allows it in so many words (servers.Server), for notes under a data use agr
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -19,15 +18,12 @@ import openai
 from tqdm import tqdm
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import open_database
+from drehr_utils.llm import servers
 from drehr_utils.llm.servers import ALLOW_REMOTE, Server
 
 BASE_URL = "DREHR_EMBED_BASE_URL"
 BATCH = 64  # texts a request: 64 chunks of 100 words are about 12k tokens
-
-
-def _not_debug(record: logging.LogRecord) -> bool:
-    """Some versions of openai log whole requests at level DEBUG, note text included."""
-    return record.levelno > logging.DEBUG
 
 
 def is_configured() -> bool:
@@ -40,75 +36,70 @@ def server_from_env(model: str) -> Server:
 
     Raises DataError where no base URL is set, or where it would take text off this machine and that isn't allowed.
     """
-    base_url = os.environ.get(BASE_URL, "").strip()
-    if not base_url:
+    server = servers.server_from_env(BASE_URL, model)
+    if server is None:
         raise DataError(
             f"{model}: no embedding server; set {BASE_URL} (a local one, or https://api.openai.com/v1 with "
             f"OPENAI_API_KEY and DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}), or leave this retriever out"
         )
-    try:
-        return Server(base_url, model, allow_remote=os.environ.get("DREHR_LLM_ALLOW_REMOTE") == ALLOW_REMOTE)
-    except DataError as error:
-        raise DataError(str(error).replace("DREHR_LLM_BASE_URL", BASE_URL)) from None
+    return server
 
 
 @dataclass
 class EmbeddingStore:
-    """Vectors by text: `<model>.f32` has the rows, `<model>.keys` a line each with the dimension and the text's hash.
+    """Float32 vectors of one dimension by their texts' SHA-256, in the sqlite database `<model>.sqlite`.
 
-    A row is written before its key, so that a killed run leaves at most rows without a key, which are cut off.
-    """
+    The pair of files in which an earlier version kept them (`<model>.f32`, the rows, and `<model>.keys`, a line each
+    with the dimension and the text's hash) is copied in where the database is new."""
 
     folder: Path
     model: str
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         stem = re.sub(r"[^\w.-]+", "-", self.model)
-        self.vectors, self.keys = self.folder / f"{stem}.f32", self.folder / f"{stem}.keys"
-        self.dimension, self.row = 0, {}
-        lines = self.keys.read_text(encoding="ascii").split("\n")[:-1] if self.keys.exists() else []
-        for line in lines:
-            dimension, _, key = line.partition(" ")
-            if not dimension.isdigit() or len(key) != 64 or int(dimension) != (self.dimension or int(dimension)):
-                raise DataError(
-                    f"{self.keys.name}, row {len(self.row) + 1}: damaged; delete it and {self.vectors.name}"
-                )
-            self.dimension = int(dimension)
-            self.row.setdefault(key, len(self.row))
-        size = self.vectors.stat().st_size if self.vectors.exists() else 0
-        if size < 4 * self.dimension * len(self.row) or len(lines) != len(self.row):
-            raise DataError(f"{self.vectors.name}: not as many rows as {self.keys.name} says; delete both")
-        if size:
-            os.truncate(self.vectors, 4 * self.dimension * len(self.row))
-        if self.keys.exists():  # half a line of a killed run
-            os.truncate(self.keys, sum(len(line) + 1 for line in lines))
+        self.path = self.folder / f"{stem}.sqlite"
+        self.database = open_database(
+            self.path, "CREATE TABLE IF NOT EXISTS vectors (text_sha256 TEXT PRIMARY KEY, vector BLOB NOT NULL);"
+        )
+        if not len(self):
+            self._copy_earlier(self.path.with_suffix(".f32"), self.path.with_suffix(".keys"))
+        first = self.database.execute("SELECT length(vector) FROM vectors LIMIT 1").fetchone()
+        self.dimension = first[0] // 4 if first else 0
 
-    @staticmethod
-    def key(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()
+    def _copy_earlier(self, rows: Path, keys: Path) -> None:
+        """Of a run that was killed, rows without a key and half a key are left out."""
+        if rows.exists() and keys.exists():
+            lines = re.findall(r"^(\d+) ([0-9a-f]{64})\n", keys.read_text(encoding="ascii"), re.MULTILINE)
+            with open(rows, "rb") as file:
+                found = [(key, file.read(4 * int(dimension)), 4 * int(dimension)) for dimension, key in lines]
+            self._put([(key, vector) for key, vector, size in found if len(vector) == size])
+
+    def _put(self, rows: Sequence[tuple[str, bytes]]) -> None:
+        with self.database:
+            self.database.execute("BEGIN")
+            self.database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+
+    def __len__(self) -> int:
+        return self.database.execute("SELECT count(*) FROM vectors").fetchone()[0]
+
+    def get(self, text: str) -> np.ndarray | None:
+        """float32 [dim]; None where there is none."""
+        row = self.database.execute("SELECT vector FROM vectors WHERE text_sha256 = ?", (_key(text),)).fetchone()
+        return None if row is None else np.frombuffer(row[0], "<f4")
 
     def append(self, texts: Sequence[str], vectors: np.ndarray) -> None:
-        """Adds float32 vectors [texts, dim] of texts that aren't there. Raises DataError for another dimension."""
+        """Keeps float32 vectors [texts, dim], all or none. Raises DataError for another dimension."""
         if self.dimension and vectors.shape[1] != self.dimension:
             raise DataError(
-                f"{self.model}: the server gives {vectors.shape[1]} dimensions, {self.vectors.name} has "
-                f"{self.dimension}; it serves another model under this name"
+                f"{self.model}: the server gives {vectors.shape[1]} dimensions, {self.path.name} has {self.dimension}; "
+                "it serves another model under this name"
             )
         self.dimension = vectors.shape[1]
-        with open(self.vectors, "ab") as file:
-            file.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
-        with open(self.keys, "a", encoding="ascii", newline="\n") as file:
-            for text in texts:
-                self.row[self.key(text)] = len(self.row)
-                file.write(f"{self.dimension} {self.key(text)}\n")
+        self._put([(_key(text), row.tobytes()) for text, row in zip(texts, vectors.astype("<f4"), strict=True)])
 
-    def read(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [texts, dim]."""
-        if not texts:
-            return np.zeros((0, self.dimension), np.float32)
-        table = np.memmap(self.vectors, dtype="<f4", mode="r", shape=(len(self.row), self.dimension))
-        return np.array(table[[self.row[self.key(text)] for text in texts]])
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def embed(texts: Sequence[str], server: Server, store: Path, batch: int = BATCH, progress: bool = False) -> np.ndarray:
@@ -118,35 +109,31 @@ def embed(texts: Sequence[str], server: Server, store: Path, batch: int = BATCH,
     what had come by then is kept, and the next run goes on from there. No text is ever in a message.
     """
     kept = EmbeddingStore(Path(store), server.model)
-    missing = [text for text in dict.fromkeys(texts) if kept.key(text) not in kept.row]
+    missing = [text for text in dict.fromkeys(texts) if kept.get(text) is None]
     if missing:
-        logging.getLogger("openai._base_client").addFilter(_not_debug)
-        timeout = openai.Timeout(server.timeout_s, connect=min(10.0, server.timeout_s))
-        direct = {} if server.allow_remote else {"trust_env": False}  # a proxy may be anywhere
-        http = openai.DefaultHttpxClient(follow_redirects=False, timeout=timeout, **direct)
-        with openai.OpenAI(
-            base_url=server.base_url, api_key=server.api_key, max_retries=server.max_retries, http_client=http
-        ) as client:
-            bar = tqdm(total=len(missing), desc=f"{server.model}", unit="text", disable=not progress)
+        with (
+            server.client() as client,
+            tqdm(total=len(missing), desc=server.model, unit="text", disable=not progress) as bar,
+        ):
             for start in range(0, len(missing), batch):
                 part = missing[start : start + batch]
-                kept.append(part, _ask(client, server, part, len(kept.row)))
+                kept.append(part, _ask(client, server, part, len(kept)))
                 bar.update(len(part))
-            bar.close()
-    return kept.read(texts)
+    found = np.zeros((len(texts), kept.dimension), np.float32)
+    for i, text in enumerate(texts):
+        found[i] = kept.get(text)
+    return found
 
 
 def _ask(client: openai.OpenAI, server: Server, texts: list[str], n_kept: int) -> np.ndarray:
-    # Never the error's own text: servers quote the input in it.
     try:
         answer = client.embeddings.create(model=server.model, input=texts)
         rows = sorted(answer.data, key=lambda row: row.index)
         vectors = np.array([row.embedding for row in rows], dtype=np.float32)
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
-        kind = f"HTTP {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
         raise DataError(
-            f"embeddings: {server.model} at {server.base_url} failed ({kind}); {n_kept} vectors are kept. Check the "
-            f"server, the model's name, OPENAI_API_KEY and {BASE_URL}, then run again"
+            f"embeddings: {server.model} at {server.base_url} failed ({servers.kind_of(error)}); {n_kept} vectors are "
+            f"kept. Check the server, the model's name, OPENAI_API_KEY and {BASE_URL}, then run again"
         ) from None
     if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
         raise DataError(

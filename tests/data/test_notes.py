@@ -92,6 +92,8 @@ def test_a_cut_row_a_missing_id_and_a_damaged_gzip(tmp_path):
         read_notes(write_notes(tmp_path / "n", HEADER.encode() + b"a,1,2\n"))
     with pytest.raises(DataError, match="row 2, field note_id: empty"):
         read_notes(write_notes(tmp_path / "n", [row("", "text")]))
+    with pytest.raises(DataError, match="n/discharge.csv, row 2, field note_id: bytes that are not UTF-8"):
+        read_notes(write_notes(tmp_path / "n", HEADER.encode() + b'a\xff,1,2,DS,1,,,"text"\n'))
     whole = gzip.compress((HEADER + row("a", "text " * 5000)).encode())
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "discharge.csv.gz").write_bytes(whole[: len(whole) // 2])

@@ -12,7 +12,6 @@ import random
 import signal
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +22,7 @@ from llm_server import running
 
 from drehr_utils.errors import DataError
 from drehr_utils.llm import client, servers
-from drehr_utils.llm.answers import read_answers
+from drehr_utils.llm.answers import Answers, AnswerStore
 from drehr_utils.llm.client import answer_all
 from drehr_utils.llm.prompts import (
     ENTITY_PROMPT,
@@ -31,6 +30,7 @@ from drehr_utils.llm.prompts import (
     PAPER_PROMPT_SHA256,
     PROMPTS,
     Request,
+    estimated_tokens,
     parse_abbreviations,
     parse_entities,
     prompt_sha256,
@@ -154,7 +154,7 @@ def drugs(n: int, note: str = "note") -> list[Request]:
     return [Request("entity_generation", f"p_{i}", f"{note} {i}", "drugs") for i in range(n)]
 
 
-def ask(requests, server: FakeServer, store: Path | None = None, recorded=(), **options) -> client.Answers:
+def ask(requests, server: FakeServer, store: Path | None = None, recorded=(), **options) -> Answers:
     options = {"concurrency": 4, "max_retries": 0} | options
     return answer_all(
         requests, recorded=recorded, store=store, server=Server(server.base_url, "m", **options), progress=False
@@ -169,6 +169,12 @@ def line(request: Request, answer: str, **more) -> str:
 def write(path: Path, *lines: str) -> Path:
     path.write_text("".join(f"{text}\n" for text in lines))
     return path
+
+
+def rows(path: Path | None, recorded=(), columns: str = "id") -> list[tuple]:
+    """What a store's database holds, in the order in which it came."""
+    database = AnswerStore(path, recorded).database
+    return database.execute(f"SELECT {columns} FROM answers ORDER BY number").fetchall()
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -211,10 +217,9 @@ def test_a_new_task_is_one_more_template(monkeypatch):
     assert answers.texts == {("drug_name_cleaning", None, "d1"): "- entity 1"}
 
 
-def test_cost_estimate():
+def test_tokens_are_estimated_from_the_prompts():
     requests = drugs(3, note="x" * 100)
-    chars = sum(len(FIGURE_3 % (r.text, "drugs")) for r in requests)
-    assert client.cost_estimate(requests) == client.Cost(3, chars, round(chars / 4))
+    assert estimated_tokens(requests) == round(sum(len(FIGURE_3 % (r.text, "drugs")) for r in requests) / 4)
 
 
 # --- recorded answers and the store ----------------------------------------------------------------------------------
@@ -231,9 +236,8 @@ def test_recorded_answers_need_no_server(tmp_path):
 
 
 def test_the_recorded_file_answers_its_own_chunks():
-    answers = read_answers(RECORDED)
-    assert len(answers) == 4 * 1652
-    assert {key.prompt_sha256 for key in answers} == set(PAPER_PROMPT_SHA256.values())
+    prompts = rows(None, [RECORDED], "prompt_sha256")
+    assert len(prompts) == 4 * 1652 and {prompt for (prompt,) in prompts} == set(PAPER_PROMPT_SHA256.values())
 
 
 def test_edited_prompt_needs_a_server_and_is_named(tmp_path, monkeypatch):
@@ -249,7 +253,7 @@ def test_edited_prompt_needs_a_server_and_is_named(tmp_path, monkeypatch):
     assert "abbreviation_reduction" not in message
     for name in ("DREHR_LLM_BASE_URL", "DREHR_LLM_MODEL", "OPENAI_API_KEY"):
         assert name in message
-    store = tmp_path / "ours.jsonl"
+    store = tmp_path / "ours.sqlite"
     with serving() as server:
         answers = ask(requests, server, store, [path])
         assert (answers.recorded, answers.stale_prompt, answers.asked) == (1, 2, 2)
@@ -293,7 +297,7 @@ def test_damaged_lines_are_counted_and_logged_without_text(tmp_path, caplog):
     answers = answer_all([r[0], r[2]], recorded=[path], progress=False)
     assert answers.texts == {r[0].key: "- last", r[2].key: "- two"}
     assert (answers.malformed_lines, answers.conflicting) == (len(bad) + 1, 1)
-    assert "r.jsonl, line 3: skipped, not JSON" in caplog.text
+    assert "r.jsonl, row 3, column 10: not JSON" in caplog.text
     assert secret not in caplog.text and str(tmp_path) not in caplog.text
 
 
@@ -302,64 +306,101 @@ def test_gzip_cut_short_keeps_what_can_be_read(tmp_path):
     data = gzip.compress("".join(line(r, "- x") + "\n" for r in requests).encode())
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(data[: len(data) // 2])
-    counts = Counter()
-    assert 0 < len(read_answers(path, counts)) < 2000
-    assert counts["malformed_lines"] == 1
+    kept = AnswerStore(None, [path])
+    assert kept.counts["malformed_lines"] == 1
+    assert 0 < kept.database.execute("SELECT count(*) FROM answers").fetchone()[0] < 2000
     path.write_bytes(b"no gzip at all")
-    assert read_answers(path) == {}
+    assert rows(None, [path]) == []
 
 
-def test_missing_recorded_file_and_gzipped_store_are_refused(tmp_path):
+def test_missing_recorded_file_and_a_store_that_is_no_database_are_refused(tmp_path):
     with pytest.raises(DataError, match="nowhere.jsonl: no such file") as error:
         answer_all(drugs(1), recorded=[tmp_path / "nowhere.jsonl"], progress=False)
     assert str(tmp_path) not in str(error.value)
-    with pytest.raises(DataError, match="without .gz"):
-        answer_all(drugs(1), store=tmp_path / "s.jsonl.gz", progress=False)
+    write(tmp_path / "s.sqlite", line(drugs(1)[0], "- x"))
+    with pytest.raises(DataError, match="s.sqlite: file is not a database"):
+        answer_all(drugs(1), store=tmp_path / "s.sqlite", progress=False)
 
 
-def test_store_with_cut_last_line_is_continued(tmp_path):
-    requests, store = drugs(4), tmp_path / "s.jsonl"
-    with serving() as server:
-        ask(requests[:3], server, store)
-    store.write_bytes(store.read_bytes()[:-15])
-    with serving() as server:
-        answers = ask(requests, server, store)
-        assert (answers.stored, answers.asked, answers.malformed_lines) == (2, 2, 1)
-    again = answer_all(requests, store=store, progress=False)
-    assert again.texts == answers.texts and again.stored == 4
-    # Cut just before the line feed, the line is whole.
-    store.write_bytes(store.read_bytes()[:-1])
-    with serving() as server:
-        assert ask(drugs(5), server, store).stored == 4
-    assert answer_all(drugs(5), store=store, progress=False).malformed_lines == 1
+def test_an_earlier_versions_store_is_taken_over(tmp_path, caplog):
+    """JSON lines, the last cut by a kill; answers that were paid for are asked for no more."""
+    requests, store = drugs(5), tmp_path / "answers.sqlite"
+    mine = dict(model="m", finish_reason="stop", prompt_tokens=7, completion_tokens=3)
+    lines = [line(r, f"- {r.id}", prompt_sha256=prompt_sha256(r.task), **mine) for r in requests]
+    earlier = write(tmp_path / "answers.jsonl", *lines[:2], lines[2][:-40])
+    for _ in range(2):
+        with serving() as server:
+            answers = ask(requests[:2], server, store)
+            assert (answers.stored, answers.asked, answers.malformed_lines, len(server.bodies)) == (2, 0, 1, 0)
+        assert answers.texts == {r.key: f"- {r.id}" for r in requests[:2]}
+    assert caplog.text.count("answers.jsonl, row 3") == 1 and caplog.text.count("1 malformed lines") == 2
+    assert rows(store, columns="prompt_tokens, completion_tokens") == [(7, 3)] * 2
+    write(earlier, *lines)  # a backup is put back: what it has more is taken over too
+    assert answer_all(requests, store=store, progress=False).stored == 5
+    assert len(rows(store)) == 5
 
 
-def test_store_has_the_recorded_layout(tmp_path):
-    request, store = Request("entity_generation", "p_0", "note {} \ud7ff", "drugs"), tmp_path / "new" / "s.jsonl"
+def test_recorded_files_are_read_once_and_again_when_they_change(tmp_path, monkeypatch):
+    requests, store = drugs(3), tmp_path / "s.sqlite"
+    path = write(tmp_path / "r.jsonl", *(line(r, "- old") for r in requests))
+    assert answer_all(requests, recorded=[path], store=store, progress=False).recorded == 3
+    with monkeypatch.context() as closed:
+        closed.setattr("drehr_utils.llm.answers.read_json_lines", None)
+        store_again = AnswerStore(store)
+        assert store_again.find(requests[0]) == ("never_recorded", None), "whoever doesn't name the file hasn't it"
+    write(path, *(line(r, "- new") for r in requests[:2]))
+    with pytest.raises(DataError, match="1 of 3 answers are missing"):
+        answer_all(requests, recorded=[path], store=store, progress=False)
+    answers = answer_all(requests[:2], recorded=[path], store=store, progress=False)
+    assert set(answers.texts.values()) == {"- new"}
+
+
+def test_what_a_store_keeps_of_an_answer(tmp_path):
+    request, store = Request("entity_generation", "p_0", "note {} \ud7ff", "drugs"), tmp_path / "new" / "s.sqlite"
     with serving(lambda n, body: (200, completion("- café\u2028x"))) as server:
         ask([request], server, store)
-    assert json.loads(store.read_text()) == {
-        "task": "entity_generation",
-        "entity_type": "drugs",
-        "id": "p_0",
-        "text_sha256": hashlib.sha256(request.text.encode()).hexdigest(),
-        "answer": "- café\u2028x",
-        "model": "m",
-        "finish_reason": "stop",
-        "prompt_tokens": 7,
-        "completion_tokens": 3,
-        "prompt_sha256": PAPER_PROMPT_SHA256["entity_generation"],
-    }
+    text_sha256 = hashlib.sha256(request.text.encode()).hexdigest()
+    assert rows(store, columns="*") == [
+        (1, "entity_generation", "drugs", "p_0", text_sha256, PAPER_PROMPT_SHA256["entity_generation"], "", "m",
+         "- café\u2028x", "stop", 7, 3)
+    ]  # fmt: skip
+
+
+def test_half_a_character_is_kept_as_a_question_mark(tmp_path):
+    """A model may stop within an emoji; JSON can say so, a database and a tokenizer can't."""
+    store = tmp_path / "s.sqlite"
+    with serving(lambda n, body: (200, json.dumps(completion("- gout \ud83d")).encode())) as server:
+        assert ask(drugs(1), server, store).texts == {drugs(1)[0].key: "- gout ?"}
+    assert answer_all(drugs(1), store=store, progress=False).stored == 1
+
+
+def test_the_digest_is_of_the_answers_and_not_of_their_order(tmp_path):
+    requests = drugs(30)
+    digests = set()
+    for name, order in (("a", requests), ("b", requests[::-1])):
+        path = write(tmp_path / f"{name}.jsonl", *(line(r, f"- {r.id}") for r in order))
+        answers = answer_all(order, recorded=[path], progress=False)
+        digests.add(answers.digest())
+        assert list(answers.texts) == sorted(r.key for r in requests) and len(answers.texts) == 30
+    assert len(digests) == 1
+    path = write(
+        tmp_path / "c.jsonl", *(line(r, "- another" if i == 7 else f"- {r.id}") for i, r in enumerate(requests))
+    )
+    digests.add(answer_all(requests, recorded=[path], progress=False).digest())
+    digests.add(answer_all(requests[:29], recorded=[path], progress=False).digest())
+    assert len(digests) == 3
 
 
 def test_another_models_answers_are_not_taken_for_this_ones(tmp_path):
-    store = tmp_path / "s.jsonl"
+    store = tmp_path / "s.sqlite"
     with serving() as server:
-        ask(drugs(2), server, store)
+        first = ask(drugs(2), server, store)
         other = Server(server.base_url, "other", concurrency=1)
         answers = answer_all(drugs(2), store=store, server=other, progress=False)
-    assert (answers.other_model, answers.stored, answers.asked) == (2, 0, 2)
-    assert answer_all(drugs(2), store=store, progress=False).texts == answers.texts
+        assert (answers.other_model, answers.stored, answers.asked) == (2, 0, 2)
+        assert answer_all(drugs(2), store=store, progress=False).texts == answers.texts, "the last that was asked"
+        again = ask(drugs(2), server, store)
+    assert again.stored == 2 and again.texts == first.texts, "the first model's are still there"
 
 
 # --- the client ------------------------------------------------------------------------------------------------------
@@ -412,14 +453,14 @@ def test_failures_are_counted_not_stored_and_the_run_goes_on(tmp_path):
         8: (200, {"choices": []}),
         9: (500, {}),
     }
-    store = tmp_path / "s.jsonl"
+    store = tmp_path / "s.sqlite"
     with serving(lambda n, body: replies.get(n, (200, completion("- x")))) as server:
         answers = ask(drugs(12), server, store, concurrency=1)
     assert (answers.asked, answers.failed, answers.truncated) == (4, 8, 1)
     assert answers.errors["HTTP 400"] == 1 and answers.errors["empty answer"] == 3 and answers.errors["HTTP 500"] == 1
     assert answers.errors.total() == answers.failed
     assert answers.texts[drugs(6)[5].key] == "- aspirin"  # half a name is no name
-    assert len(store.read_text().splitlines()) == 4
+    assert len(rows(store)) == 4
     assert "failed: HTTP 400" in set(answers.report()["what"])
     with serving() as server:
         again = ask(drugs(12), server, store)
@@ -447,11 +488,11 @@ def test_wrong_key_or_model_stops_the_run(n):
 
 
 def test_resumes_after_the_server_died(tmp_path):
-    requests, store = drugs(100), tmp_path / "s.jsonl"
+    requests, store = drugs(100), tmp_path / "s.sqlite"
     with serving(lambda n, body: (200, completion(f"- {n}")) if n <= 30 else (503, {})) as server:
-        with pytest.raises(DataError, match="HTTP 503.*30 answers of this run are in s.jsonl"):
+        with pytest.raises(DataError, match="HTTP 503.*30 answers of this run are in s.sqlite"):
             ask(requests, server, store)
-    kept = {key.id for key in read_answers(store)}
+    kept = {at for (at,) in rows(store)}
     assert len(kept) == 30
     with serving() as server:
         answers = ask(requests, server, store)
@@ -460,8 +501,21 @@ def test_resumes_after_the_server_died(tmp_path):
     assert asked == {r.text for r in requests if r.id not in kept}
 
 
+def test_a_request_that_always_fails_does_not_stop_a_server_that_has_answered(tmp_path):
+    """Or a run could never end in which a share of the answers may be missing; a wrong key still stops it."""
+    store = tmp_path / "s.sqlite"
+    with serving(lambda n, body: (500, {}) if "note 3" in str(body) else (200, completion("- x"))) as server:
+        for stored, asked in ((0, 4), (4, 0)):
+            answers = ask(drugs(5), server, store)
+            assert (answers.stored, answers.asked, answers.failed) == (stored, asked, 1)
+        with pytest.raises(DataError, match="HTTP 500; all 1 requests failed"):
+            ask(drugs(4)[3:], server)
+    with serving(lambda n, body: (401, {})) as server, pytest.raises(DataError, match="HTTP 401; all 1 requests"):
+        ask(drugs(5), server, store)
+
+
 def test_interrupt_leaves_a_store_that_can_be_continued(tmp_path):
-    requests, store = drugs(60), tmp_path / "s.jsonl"
+    requests, store = drugs(60), tmp_path / "s.sqlite"
     hang = threading.Event()
 
     def reply(n: int, body: dict) -> tuple[int, dict]:
@@ -475,19 +529,18 @@ def test_interrupt_leaves_a_store_that_can_be_continued(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             ask(requests, server, store)
         hang.set()
-    counts = Counter()
-    kept = len(read_answers(store, counts))
-    assert 20 <= kept <= 24 and counts["malformed_lines"] == 0
+    kept = len(rows(store))
+    assert 20 <= kept <= 24
     with serving() as server:
         answers = ask(requests, server, store)
     assert (answers.stored, answers.asked) == (kept, 60 - kept)
 
 
 def test_each_answer_is_on_disk_before_the_next_is_asked(tmp_path):
-    store, on_disk = tmp_path / "s.jsonl", []
+    store, on_disk = tmp_path / "s.sqlite", []
 
     def reply(n: int, body: dict) -> tuple[int, dict]:
-        on_disk.append(store.read_bytes().count(b"\n"))
+        on_disk.append(len(rows(store)))
         return 200, completion("- x")
 
     with serving(reply) as server:
@@ -496,7 +549,7 @@ def test_each_answer_is_on_disk_before_the_next_is_asked(tmp_path):
 
 
 def test_works_inside_a_running_loop():
-    async def cell() -> client.Answers:
+    async def cell() -> Answers:
         with serving() as server:
             return ask(drugs(5), server)
 
@@ -689,15 +742,15 @@ def test_parse_entities(answer, entities, malformed):
 def test_parsers_lose_nothing_of_the_recorded_answers():
     """The recorded file is clean, so reading it by its plain format is an independent oracle."""
     malformed = 0
-    for key, answer in read_answers(RECORDED).items():
-        if key.task == "abbreviation_reduction":
-            parsed, bad = parse_abbreviations(answer.text)
-            blocks = [] if answer.text == "NA" else [block.split("\n") for block in answer.text.split("\n\n")]
+    for task, answer in rows(None, [RECORDED], "task, answer"):
+        if task == "abbreviation_reduction":
+            parsed, bad = parse_abbreviations(answer)
+            blocks = [] if answer == "NA" else [block.split("\n") for block in answer.split("\n\n")]
             expected = [(short[3:], full[2:]) for short, full in blocks]
         else:
-            parsed, bad = parse_entities(answer.text)
-            expected = [] if answer.text == "NA" else [item[2:] for item in answer.text.split("\n")]
-        assert parsed == expected, key
+            parsed, bad = parse_entities(answer)
+            expected = [] if answer == "NA" else [item[2:] for item in answer.split("\n")]
+        assert parsed == expected
         malformed += bad
     print(f"{malformed} malformed pieces in the recorded file")
     assert malformed == 0

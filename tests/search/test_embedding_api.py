@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,16 +92,23 @@ def test_a_stopped_run_goes_on(tmp_path):
         ) as error:
             embed(TEXTS, client, tmp_path, batch=4)
         assert "secret" not in str(error.value) and error.value.__suppress_context__
-    kept = EmbeddingStore(tmp_path, "embedder")
-    with open(kept.vectors, "ab") as file:  # killed between the row and its key, and in the middle of a key
-        file.write(b"\x00" * 50)
-    with open(kept.keys, "a") as file:
-        file.write("8 0123")
     with serving() as (server, client):
         found = embed(TEXTS, client, tmp_path, batch=4)
         assert [body["input"] for body in server.bodies] == [TEXTS[8:]]
     np.testing.assert_array_equal(found, [vector(text) for text in TEXTS])
-    np.testing.assert_array_equal(EmbeddingStore(tmp_path, "embedder").read(TEXTS), found)
+
+
+def test_an_earlier_versions_pair_of_files_is_taken_over(tmp_path):
+    """Rows in one file, their keys in another; the last run was killed between a row and its key, and within a key."""
+    key = "8 " + hashlib.sha256(TEXTS[8].encode()).hexdigest()
+    lines = [f"8 {hashlib.sha256(text.encode()).hexdigest()}\n" for text in TEXTS[:8]]
+    (tmp_path / "embedder.f32").write_bytes(np.stack([vector(text) for text in TEXTS[:9]]).tobytes() + b"\0" * 20)
+    (tmp_path / "embedder.keys").write_text("".join(lines) + key[:40])
+    for asked in ([TEXTS[8:]], []):
+        with serving() as (server, client):
+            found = embed(TEXTS, client, tmp_path)
+        np.testing.assert_array_equal(found, [vector(text) for text in TEXTS])
+        assert [body["input"] for body in server.bodies] == asked
 
 
 def short(number, body):
@@ -132,19 +138,17 @@ def test_a_wrong_answer_is_a_clear_error(tmp_path, reply, message):
     assert "secret" not in str(error.value)
 
 
-def test_another_model_under_the_name_and_damaged_files(tmp_path):
+def test_another_model_under_the_name_and_a_damaged_file(tmp_path):
     with serving() as (_, client):
         embed(TEXTS[:2], client, tmp_path)
     with serving(lambda n, body: good(n, body, 16)) as (_, client):
-        with pytest.raises(DataError, match="gives 16 dimensions, embedder.f32 has 8"):
+        with pytest.raises(DataError, match="gives 16 dimensions, embedder.sqlite has 8"):
             embed(TEXTS[:3], client, tmp_path)
     kept = EmbeddingStore(tmp_path, "embedder")
-    os.truncate(kept.vectors, 32)
-    with pytest.raises(DataError, match="embedder.f32: not as many rows"):
-        EmbeddingStore(tmp_path, "embedder")
-    kept.keys.write_text("8 short\n")
-    with pytest.raises(DataError, match="embedder.keys, row 1: damaged"):
-        EmbeddingStore(tmp_path, "embedder")
+    assert len(kept) == 2
+    (tmp_path / "damaged.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match="damaged.sqlite: file is not a database"):
+        EmbeddingStore(tmp_path, "damaged")
 
 
 def test_patient_text_stays_here_unless_allowed(monkeypatch):

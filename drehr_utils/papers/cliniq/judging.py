@@ -18,8 +18,7 @@ from ahocorasick_rs import AhoCorasick, MatchKind
 from drehr_utils.config import CliniqSizes
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.errors import DataError
-from drehr_utils.llm.client import cost_estimate
-from drehr_utils.llm.prompts import PROMPTS, Request
+from drehr_utils.llm.prompts import PROMPTS, Request, estimated_tokens
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
 
@@ -126,9 +125,9 @@ class JudgingCost:
 def judging_cost(questions: Iterable[Question], settings: CliniqSizes = DEFAULTS) -> JudgingCost:
     """The cost of asking `questions`, before anything is sent: 4 characters a token, a fixed length an answer line."""
     questions = list(questions)
-    cost = cost_estimate(question.request for question in questions)
+    tokens = estimated_tokens(question.request for question in questions)
     pairs = sum(len(question.query_ids) for question in questions)
-    return JudgingCost(cost.calls, pairs, cost.prompt_tokens, pairs * settings.answer_tokens_per_term)
+    return JudgingCost(len(questions), pairs, tokens, pairs * settings.answer_tokens_per_term)
 
 
 _LINE = re.compile(rf"(\d{{1,4}})\s*\|\s*(\S.*?)\s*\|\s*({'|'.join(LABELS)})", re.IGNORECASE)
