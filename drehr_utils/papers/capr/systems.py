@@ -179,12 +179,11 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
     if system.after is not None:
         first, _, first_key = trained_model(profile, system.after)
         key = artifacts.digest(key, first_key)
+        model.load_state_dict(first.state_dict())
     folder = profile.cache / "capr" / f"{system.kind}-{key}"
     work = profile.cache / "checkpoints" / f"capr-{folder.name}"
 
     def make(partial: Path) -> None:
-        if system.after is not None:
-            model.load_state_dict(first.state_dict())
         curve = train(model, labelled, system.config, work, save_steps=profile.save_steps)
         safetensors.torch.save_model(model, str(partial / "model.safetensors"))
         curve.to_csv(partial / "loss.csv", index=False)
