@@ -5,7 +5,7 @@ The data are public but not ours to pass on: they are read from a folder outside
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,44 +32,44 @@ class MedQuad:
     aspects: dict[str, str]
     passages: dict[str, str]
     qrels: dict[str, dict[str, int]]
-    unanswerable: list[str]  # ids of queries left out: their document isn't among the passages
+
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> MedQuad:
+        """The queries and passages at these places of a score matrix."""
+
+        def at(places: Sequence[int], of: dict) -> dict:
+            items = list(of.items())
+            return dict(items[i] for i in places)
+
+        aspects, qrels = at(rows, self.aspects), at(rows, self.qrels)
+        return MedQuad(at(rows, self.queries), aspects, at(columns, self.passages), qrels)
 
     def head(self, n: int) -> MedQuad:
         """The first n queries and the first passages up to the last one that answers them; for quick runs."""
-        queries = dict(list(self.queries.items())[:n])
-        qrels = {q: self.qrels[q] for q in queries}
-        ids = list(self.passages)
-        last = max(ids.index(p) for relevant in qrels.values() for p in relevant)
-        passages = {p: self.passages[p] for p in ids[: max(last + 1, 64)]}
-        return MedQuad(queries, {q: self.aspects[q] for q in queries}, passages, qrels, [])
+        answers = {p for query in list(self.queries)[:n] for p in self.qrels[query]}
+        last = max(i for i, p in enumerate(self.passages) if p in answers)
+        return self.part(range(len(self.queries))[:n], range(len(self.passages))[: max(last + 1, 64)])
 
     def every(self, n: int) -> MedQuad:
         """Every n-th query, all passages."""
-        queries = dict(list(self.queries.items())[::n])
-        return MedQuad(
-            queries, {q: self.aspects[q] for q in queries}, self.passages, {q: self.qrels[q] for q in queries}, []
-        )
+        return self.part(range(0, len(self.queries), n), range(len(self.passages)))
 
 
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.
 
-    Raises DataError for a malformed line.
+    Queries without an answer among the passages are left out. Raises DataError for a malformed line.
     """
     root = public_data.locate("medquad", folder)
     if root is None:
         return None
-    folder = root / "medquad"
-    passages = {p["id"]: p["text"] for _, _, p in read_json_lines(folder / "passages.jsonl.gz", ("id", "text"))}
-    data = MedQuad({}, {}, passages, {}, [])
-    for _, _, query in read_json_lines(folder / "queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):
-        found = {passage_id: 1 for passage_id in query["relevant"] if passage_id in passages}
-        if not found:
-            data.unanswerable.append(query["id"])
-            continue
-        data.queries[query["id"]] = f"{query['entity']} {query['aspect']}"
-        data.aspects[query["id"]] = query["aspect"]
-        data.qrels[query["id"]] = found
+    lines = read_json_lines(root / "medquad/passages.jsonl.gz", ("id", "text"))
+    data = MedQuad({}, {}, {passage["id"]: passage["text"] for _, _, passage in lines}, {})
+    for _, _, query in read_json_lines(root / "medquad/queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):
+        found = {passage_id: 1 for passage_id in query["relevant"] if passage_id in data.passages}
+        if found:
+            data.queries[query["id"]] = f"{query['entity']} {query['aspect']}"
+            data.aspects[query["id"]] = query["aspect"]
+            data.qrels[query["id"]] = found
     return data
 
 
@@ -84,21 +84,25 @@ def term_scores(data: MedQuad, method: str) -> np.ndarray:
     return (vectorizer.transform(data.queries.values()) @ passages.T).toarray()
 
 
-def medquad_candidates(data: MedQuad, bm25: np.ndarray, n: int = 64, with_relevant: bool = True) -> np.ndarray:
+def medquad_candidates(data: MedQuad, bm25: np.ndarray, n: int = 64) -> np.ndarray:
     """Passage positions [queries, n] that every method re-ranks: BM25's best `n` (CAPR §4.2), best first.
 
     CAPR doesn't say whether an answer that BM25 misses joins the candidates. It must: BM25's best 64 hold 91% of the
-    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places, unless
-    `with_relevant` is False.
+    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places.
     """
     order = rank(bm25, tie_keys(data.queries, data.passages))[:, :n]
-    if with_relevant:
-        position = {passage_id: i for i, passage_id in enumerate(data.passages)}
-        for row, query_id in enumerate(data.queries):
-            missing = [position[i] for i in data.qrels[query_id] if position[i] not in order[row]]
-            if missing:
-                order[row, -len(missing) :] = missing
+    position = {passage_id: i for i, passage_id in enumerate(data.passages)}
+    for row, query_id in enumerate(data.queries):
+        missing = [position[i] for i in data.qrels[query_id] if position[i] not in order[row]]
+        if missing:
+            order[row, -len(missing) :] = missing
     return order
+
+
+def best_first(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Each query's candidates, passage positions [queries, n], in the order of their `scores` [queries, n]."""
+    ties = np.take_along_axis(tie_keys(data.queries, data.passages), candidates, axis=1)
+    return np.take_along_axis(candidates, rank(scores, ties), axis=1)
 
 
 def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
@@ -107,14 +111,12 @@ def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> 
     Rows as metrics.single_patient's (`query_type` is the aspect), so intervals.result_rows gives means, intervals
     and the paired test.
     """
-    ids = np.array(list(data.passages), dtype=object)
-    ties = np.take_along_axis(tie_keys(data.queries, data.passages), candidates, axis=1)
-    best = np.take_along_axis(candidates, rank(scores, ties), axis=1)[:, :5]
-    run = {query_id: {ids[p]: float(-i) for i, p in enumerate(best[row])} for row, query_id in enumerate(data.queries)}
+    ids, best = list(data.passages), best_first(data, candidates, scores)[:, :5]
+    run = {q: {ids[p]: float(-i) for i, p in enumerate(row)} for q, row in zip(data.queries, best, strict=True)}
     names = {measure: name for name, measure in METRICS.items()}
     rows = [
-        (value.query_id, value.query_id, data.aspects[value.query_id], names[value.measure], 100.0 * value.value)
-        for value in ir_measures.iter_calc(METRICS.values(), data.qrels, run)
+        (q, q, data.aspects[q], names[measure], 100.0 * value)
+        for q, measure, value in ir_measures.iter_calc(METRICS.values(), data.qrels, run)
     ]
     frame = pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
     return frame.sort_values(["metric", "search_id"], ignore_index=True)

@@ -14,29 +14,24 @@ from drehr_utils.papers.capr.passages import Passage
 
 def passage_amid_document(
     passage: Passage, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> tuple[list[int], list[bool]]:
-    """Token ids of the passage with as much of its document around it as fits, and which are the passage's.
+) -> tuple[list[int], slice]:
+    """Token ids of the passage with as much of its document around it as fits, and where in them the passage's stand.
 
     Sentences join in turn, from before and after; the first that doesn't fit ends its side. A passage that is too long
     by itself loses its end. The two special tokens at the ends are not the passage's."""
     ids = [tokenizer(sentence, add_special_tokens=False)["input_ids"] for sentence in passage.document]
     own = [i for sentence in ids[passage.start : passage.end] for i in sentence][: max_tokens - 2]
-    before: list[int] = []
-    after: list[int] = []
-    at = {"before": passage.start - 1, "after": passage.end}
-    while at:
-        for side in list(at):
-            i = at[side]
-            fits = 0 <= i < len(ids) and len(before) + len(own) + len(after) + len(ids[i]) <= max_tokens - 2
-            if not fits:
-                del at[side]
-            elif side == "before":
-                before, at[side] = ids[i] + before, i - 1
-            else:
-                after, at[side] = after + ids[i], i + 1
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    mask = [False] * (1 + len(before)) + [True] * len(own) + [False] * (len(after) + 1)
-    return [first, *before, *own, *after, last], mask
+    room, before, after = max_tokens - 2 - len(own), [], []
+    next_at = {-1: passage.start - 1, 1: passage.end}  # the sentence that would join before, and after
+    while next_at:
+        for side, i in list(next_at.items()):
+            if not (0 <= i < len(ids) and len(ids[i]) <= room):
+                del next_at[side]
+                continue
+            before, after = (ids[i] + before, after) if side < 0 else (before, after + ids[i])
+            room, next_at[side] = room - len(ids[i]), i + side
+    first = 1 + len(before)
+    return [tokenizer.cls_token_id, *before, *own, *after, tokenizer.sep_token_id], slice(first, first + len(own))
 
 
 class LongEncoder(TwoTowers):
@@ -70,28 +65,20 @@ class LongEncoder(TwoTowers):
         return cls(*models, AutoTokenizer.from_pretrained(name), **options)
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        batch = self.tokenizer(
-            list(queries), truncation=True, max_length=self.query_tokens, padding=True, return_tensors="pt"
-        ).to(self.query_model.device)
-        hidden = self.query_model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            global_attention_mask=_first_token(batch["input_ids"]),
-        ).last_hidden_state[:, 0]
+        options = dict(truncation=True, max_length=self.query_tokens, padding=True, return_token_type_ids=False)
+        batch = self.tokenizer(list(queries), return_tensors="pt", **options).to(self.query_model.device)
+        first = _first_token(batch["input_ids"])
+        hidden = self.query_model(**batch, global_attention_mask=first).last_hidden_state[:, 0]
         return (SCALE**0.5 if self.poly else 1.0) * nn.functional.normalize(hidden.float(), dim=1)
 
     def encode_passages(self, passages: Sequence[Passage]) -> Tensor | tuple[Tensor, Tensor]:
-        rows = [passage_amid_document(p, self.tokenizer, self.max_tokens) for p in passages]
-        batch = self.tokenizer.pad({"input_ids": [ids for ids, _ in rows]}, return_tensors="pt")
-        batch = batch.to(self.passage_model.device)
-        ids, attended = batch["input_ids"], batch["attention_mask"]
-        own = torch.zeros_like(ids, dtype=torch.bool)
-        for row, (_, mask) in enumerate(rows):
-            own[row, : len(mask)] = torch.tensor(mask, device=own.device)
-        everywhere = attended * (~own).long() if self.poly else _first_token(ids)
-        hidden = self.passage_model(
-            input_ids=ids, attention_mask=attended, global_attention_mask=everywhere
-        ).last_hidden_state.float()
+        rows, spans = zip(*(passage_amid_document(p, self.tokenizer, self.max_tokens) for p in passages), strict=True)
+        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.passage_model.device)
+        own = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, span in enumerate(spans):
+            own[row, span] = True
+        everywhere = batch["attention_mask"] * ~own if self.poly else _first_token(own)
+        hidden = self.passage_model(**batch, global_attention_mask=everywhere).last_hidden_state.float()
         if self.poly:
             return SCALE**0.5 * nn.functional.normalize(hidden, dim=2), own
         return nn.functional.normalize(hidden[:, 0], dim=1)
@@ -100,7 +87,7 @@ class LongEncoder(TwoTowers):
         return poly_score(queries, *passages, self.W_attn) if self.poly else super().match(queries, passages)
 
 
-def _first_token(ids: Tensor) -> Tensor:
-    mask = torch.zeros_like(ids)
+def _first_token(like: Tensor) -> Tensor:
+    mask = torch.zeros_like(like, dtype=torch.long)
     mask[:, 0] = 1
     return mask

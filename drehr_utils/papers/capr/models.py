@@ -7,7 +7,6 @@ apart have `encode_queries`, `encode_passages` and `match`, so that passages can
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,16 +43,8 @@ def poly_score(q: Tensor, P: Tensor, mask: Tensor, W_attn: Tensor) -> Tensor:
     return torch.einsum("qpd,qd->qp", torch.relu(y @ W_attn.T), q)
 
 
-class TwoTowers(nn.Module, ABC):
-    """A model that encodes queries and passages apart and then matches them."""
-
-    @abstractmethod
-    def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        """What `match` takes of the queries."""
-
-    @abstractmethod
-    def encode_passages(self, passages: Sequence[Passage]) -> Any:
-        """What `match` takes of the passages."""
+class TwoTowers(nn.Module):
+    """A model whose `encode_queries` and `encode_passages` give, apart, what `match` takes."""
 
     def match(self, queries: Tensor, passages: Any) -> Tensor:
         """float [queries, passages]; here SCALE times the cosine of unit vectors."""
@@ -73,77 +64,53 @@ class BiEncoder(TwoTowers):
 
     def __init__(
         self,
-        query_encoder: SentenceTransformer,
-        passage_encoder: SentenceTransformer | None = None,
-        *,
+        *encoders: SentenceTransformer,
         marks: bool = False,
         query_tokens: int = 32,
         passage_tokens: int = 512,
         buckets: int = 4,
     ):
-        """Without `passage_encoder` the weights are shared; `marks` adds the two marks to the encoders' tokens."""
+        """`encoders`: of queries and of passages, or one whose weights they share; `marks` become tokens of its own."""
         super().__init__()
-        # A list, not two attributes: shared weights are then saved once.
-        self.encoders = nn.ModuleList([query_encoder] + ([passage_encoder] if passage_encoder is not None else []))
+        self.encoders = nn.ModuleList(encoders)
         self.query_tokens, self.passage_tokens, self.buckets = query_tokens, passage_tokens, buckets
         self.marks = (f"{QUERY_MARK} ", f"{PASSAGE_MARK} ") if marks else ("", "")
-        if marks:
-            for encoder in self.encoders:
-                add_marks(encoder)
+        for encoder in self.encoders if marks else ():
+            encoder.tokenizer.add_special_tokens({"additional_special_tokens": [QUERY_MARK, PASSAGE_MARK]})
+            encoder[0].auto_model.resize_token_embeddings(len(encoder.tokenizer), mean_resizing=False)
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        return self._embed(self.encoders[0], [self.marks[0] + query for query in queries], self.query_tokens, 1)
+        encoder, texts = self.encoders[0], [self.marks[0] + query for query in queries]
+        return embed_buckets(encoder, _batches(encoder, texts, self.query_tokens, 1))
 
-    def encode_passages(self, passages: Sequence[Passage]) -> Tensor:
-        texts = [self.marks[1] + passage.text for passage in passages]
-        return self._embed(self.encoders[-1], texts, self.passage_tokens, self.buckets)
-
-    def _embed(self, encoder: SentenceTransformer, texts: list[str], max_tokens: int, buckets: int) -> Tensor:
-        return embed_buckets(encoder, _on(encoder.device, token_buckets(encoder, texts, max_tokens, buckets)))
+    def encode_passages(self, passages: Sequence[Passage]) -> Tensor | tuple[Tensor, Tensor]:
+        encoder, texts = self.encoders[-1], [self.marks[1] + passage.text for passage in passages]
+        return embed_buckets(encoder, _batches(encoder, texts, self.passage_tokens, self.buckets))
 
 
-def add_marks(encoder: SentenceTransformer) -> None:
-    """Adds [QUERY] and [PASSAGE] to the tokenizer as tokens of their own, and rows to the embeddings for them."""
-    added = encoder.tokenizer.add_special_tokens({"additional_special_tokens": [QUERY_MARK, PASSAGE_MARK]})
-    if added:
-        encoder[0].auto_model.resize_token_embeddings(len(encoder.tokenizer), mean_resizing=False)
-
-
-class PolyEncoder(TwoTowers):
+class PolyEncoder(BiEncoder):
     """A Bi-encoder whose passages keep their tokens: the query attends to them late (CAPR §3.2, equation 2)."""
 
-    def __init__(
-        self,
-        query_encoder: SentenceTransformer,
-        passage_encoder: SentenceTransformer,
-        *,
-        query_tokens: int = 32,
-        passage_tokens: int = 512,
-        buckets: int = 4,
-    ):
-        super().__init__()
-        self.query_encoder, self.passage_encoder = query_encoder, passage_encoder
-        self.query_tokens, self.passage_tokens, self.buckets = query_tokens, passage_tokens, buckets
-        self.W_attn = nn.Parameter(torch.eye(query_encoder.get_embedding_dimension()))  # at first: y as it is
+    def __init__(self, *encoders: SentenceTransformer, **lengths: int):
+        super().__init__(*encoders, **lengths)
+        self.W_attn = nn.Parameter(torch.eye(encoders[0].get_embedding_dimension()))  # at first: y as it is
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        batches = token_buckets(self.query_encoder, list(queries), self.query_tokens, 1)
         # Unit length times sqrt(SCALE) on either side: scores in the Bi-encoder's range.
-        return SCALE**0.5 * embed_buckets(self.query_encoder, _on(self.query_encoder.device, batches))
+        return SCALE**0.5 * super().encode_queries(queries)
 
     def encode_passages(self, passages: Sequence[Passage]) -> tuple[Tensor, Tensor]:
         """Token embeddings [passages, tokens, dim] and their mask, bool [passages, tokens]."""
-        encoder, texts = self.passage_encoder, [p.text for p in passages]
-        batches = _on(encoder.device, token_buckets(encoder, texts, self.passage_tokens, self.buckets))
+        encoder = self.encoders[-1]
+        batches = _batches(encoder, [p.text for p in passages], self.passage_tokens, self.buckets)
         order = torch.argsort(torch.cat([batch.pop("rows") for batch in batches]))
-        longest = max(batch["input_ids"].shape[1] for batch in batches)
         tokens, masks = [], []
         for batch in batches:
-            missing = longest - batch["input_ids"].shape[1]
             embedded = nn.functional.normalize(encoder(dict(batch))["token_embeddings"].float(), dim=2)
-            tokens.append(nn.functional.pad(SCALE**0.5 * embedded, (0, 0, 0, missing)))
-            masks.append(nn.functional.pad(batch["attention_mask"], (0, missing)))
-        return torch.cat(tokens)[order], torch.cat(masks)[order].bool()
+            tokens += SCALE**0.5 * embedded
+            masks += batch["attention_mask"].bool()
+        tokens, masks = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (tokens, masks))
+        return tokens[order], masks[order]
 
     def match(self, queries: Tensor, passages: tuple[Tensor, Tensor]) -> Tensor:
         return poly_score(queries, *passages, self.W_attn)
@@ -162,16 +129,14 @@ class CrossEncoder(nn.Module):
         tokenizer, device = self.encoder.tokenizer, self.encoder.device
         first, second = (list(part) for part in zip(*pairs, strict=True))
         tokens = tokenizer(first, second, truncation="only_second", max_length=self.max_tokens)
-        order = sorted(range(len(pairs)), key=lambda i: len(tokens["input_ids"][i]))
-        scores = torch.empty(len(pairs), device=device)
-        size = -(-len(pairs) // self.buckets)
-        for start in range(0, len(order), size):
-            rows = order[start : start + size]
+        order = torch.tensor([len(ids) for ids in tokens["input_ids"]]).argsort(stable=True)
+        scores = []
+        for rows in order.split(-(-len(pairs) // self.buckets)):
             batch = tokenizer.pad({k: [tokens[k][i] for i in rows] for k in tokens}, return_tensors="pt").to(device)
             hidden = self.encoder[0].auto_model(**batch).last_hidden_state[:, 0]  # [CLS]
             with torch.autocast(device.type, enabled=False):
-                scores = scores.index_put((torch.tensor(rows, device=device),), self.head(hidden.float())[:, 0])
-        return scores
+                scores.append(self.head(hidden.float())[:, 0])
+        return torch.cat(scores)[order.argsort().to(device)]
 
     def forward(self, queries: Sequence[str], passages: Sequence[Passage]) -> Tensor:
         pairs = [(query, passage.text) for query in queries for passage in passages]
@@ -231,7 +196,7 @@ class ContextualDocumentVectors(TwoTowers):
         return torch.stack([vectors[where[p.document], p.start : p.end].mean(dim=0) for p in passages])
 
     def _tuned(self, sentences: list[str]) -> Tensor:
-        batches = _on(self.encoder.device, token_buckets(self.encoder, sentences, SENTENCE_TOKENS, self.buckets))
+        batches = _batches(self.encoder, sentences, SENTENCE_TOKENS, self.buckets)
         rows = torch.cat([batch.pop("rows") for batch in batches])
         cls = torch.cat([self.encoder[0].auto_model(**batch).last_hidden_state[:, 0].float() for batch in batches])
         return nn.functional.normalize(cls[torch.argsort(rows)], dim=1)
@@ -240,11 +205,14 @@ class ContextualDocumentVectors(TwoTowers):
     def _fixed(self, encoder: SentenceTransformer, texts: list[str], query: bool) -> Tensor:
         new = [text for text in dict.fromkeys(texts) if (query, text) not in self._known]
         if new:
-            buckets = -(-len(new) // 64)
-            batches = _on(encoder.device, token_buckets(encoder, new, SENTENCE_TOKENS, buckets))
-            self._known.update(zip([(query, text) for text in new], embed_buckets(encoder, batches), strict=True))
+            embedded = embed_buckets(encoder, _batches(encoder, new, SENTENCE_TOKENS, -(-len(new) // 64)))
+            self._known.update(zip([(query, text) for text in new], embedded, strict=True))
         return torch.stack([self._known[query, text] for text in texts])
 
 
-def _on(device: torch.device, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+def _batches(
+    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int
+) -> list[dict[str, Tensor]]:
+    """token_buckets on the encoder's device."""
+    batches = token_buckets(encoder, texts, max_tokens, buckets)
+    return [{name: tensor.to(encoder.device) for name, tensor in batch.items()} for batch in batches]

@@ -8,17 +8,13 @@ passage's text, so an aspect has to be understood and can't be copied.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from drehr_utils.data import public_data
 from drehr_utils.data.notes import Note, clean
 from drehr_utils.evaluation.medquad import MedQuad
-from drehr_utils.files import read_json_lines
 from drehr_utils.knowledge.matching import EntityMatcher
 
 # aspect -> its headings: MIMIC-IV's discharge template, and MIMIC-III's wordings of the same.
@@ -112,13 +108,9 @@ class Passage:
 def sections(text: str) -> list[tuple[str | None, str]]:
     """(aspect, body) of each section of a note, in order, the headings cut off; None where the aspect isn't known."""
     found = list(_HEADING.finditer(text))
-    names = list(ASPECTS)
-    parts: list[tuple[str | None, str]] = [(None, text[: found[0].start()] if found else text)]
-    for i, heading in enumerate(found):
-        end = found[i + 1].start() if i + 1 < len(found) else len(text)
-        aspect = names[heading.lastindex - 1] if heading.lastindex else None
-        parts.append((aspect, text[heading.end() : end]))
-    return parts
+    aspects = [None, *(list(ASPECTS)[m.lastindex - 1] if m.lastindex else None for m in found)]
+    starts, ends = [0, *(m.end() for m in found)], [*(m.start() for m in found), len(text)]
+    return [(aspect, text[start:end]) for aspect, start, end in zip(aspects, starts, ends, strict=True)]
 
 
 def split_sentences(text: str) -> list[str]:
@@ -153,27 +145,15 @@ def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = No
         if len(document) > start:
             spans.append((aspect, start, len(document)))
     whole = tuple(document)
+    entities = [entities_in(" ".join(whole[start:end]), matcher) for _, start, end in spans]
     return [
-        Passage(
-            f"{note.note_id}_{k}",
-            note.note_id,
-            aspect,
-            entities_in(" ".join(whole[start:end]), matcher),
-            whole,
-            start,
-            end,
-        )
+        Passage(f"{note.note_id}_{k}", note.note_id, aspect, entities[k], whole, start, end)
         for k, (aspect, start, end) in enumerate(spans)
     ]
 
 
 def query_text(entity: str, aspect: str) -> str:
     return f"{entity} ; {aspect}"
-
-
-def relevant_passages(entity: str, aspect: str, passages: Iterable[Passage]) -> list[str]:
-    """Ids of the passages that carry both labels."""
-    return [p.id for p in passages if p.aspect == aspect and entity in p.entities]
 
 
 def retrieval_task(
@@ -203,7 +183,6 @@ def retrieval_task(
         aspects={q: aspect for q, (_, aspect) in ids.items()},
         passages={p.id: p.text for p in pool},
         qrels={q: by_label[label] for q, label in ids.items()},
-        unanswerable=[],
     )
     n_candidates = min(n_candidates, len(pool))
     candidates = np.empty((len(ids), n_candidates), dtype=np.int64)
@@ -219,74 +198,20 @@ def question_aspect(question: str) -> str | None:
     return next((aspect for aspect, pattern in QUESTION_TYPES.items() if re.search(pattern, question)), None)
 
 
-def question_type_agreement(folder: str | Path | None = None) -> tuple[int, int]:
-    """How many of MedQuAD's questions get their own aspect label from question_aspect, and how many there are.
-
-    `folder` as public_data.locate's. Raises DataError for a missing file or a malformed line."""
-    path = public_data.locate("medquad", folder, missing_ok=False) / "medquad/queries.jsonl.gz"
-    asked = [(row["text"], row["aspect"]) for _, _, row in read_json_lines(path, ("text", "aspect"))]
-    return sum(question_aspect(question) == aspect for question, aspect in asked), len(asked)
-
-
 def medquad_passages(data: MedQuad, max_words: int | None = None) -> list[Passage]:
     """MedQuAD's passages amid their document's, in the data's order; without labels, since nothing trains on them.
 
     Passage ids are `<document>-<k>`. `max_words` cuts each passage's end off."""
-
-    def cut(text: str) -> list[str]:
-        kept, words = [], 0
-        for sentence in split_sentences(text) or [clean(text)]:
-            left = None if max_words is None else max_words - words
-            if left is not None and left <= 0:
-                break
-            kept.append(" ".join(sentence.split()[:left]))
-            words += kept[-1].count(" ") + 1
-        return kept
-
-    sentences = {i: cut(text) for i, text in data.passages.items()}
     documents: dict[str, list[str]] = {}
     spans = {}
-    for i in data.passages:
+    for i, text in data.passages.items():
         document = documents.setdefault(i.rsplit("-", 1)[0], [])
-        spans[i] = (len(document), len(document) + len(sentences[i]))
-        document += sentences[i]
+        start, left = len(document), max_words
+        for sentence in split_sentences(text) or [clean(text)]:
+            if left != 0:
+                kept = sentence.split()[:left]
+                document.append(" ".join(kept))
+                left = left and left - len(kept)
+        spans[i] = start, len(document)
     whole = {name: tuple(document) for name, document in documents.items()}
-    return [Passage(i, d := i.rsplit("-", 1)[0], None, (), whole[d], *spans[i]) for i in data.passages]
-
-
-def with_query_form(data: MedQuad) -> MedQuad:
-    """MedQuAD's queries "entity aspect" in CAPR's form, "entity ; aspect"."""
-    queries = {
-        q: query_text(clean(text.removesuffix(f" {data.aspects[q]}")), data.aspects[q])
-        for q, text in data.queries.items()
-    }
-    return replace(data, queries=queries)
-
-
-def query_sample(data: MedQuad, candidates: np.ndarray, n: int, seed: int = 0) -> tuple[MedQuad, np.ndarray]:
-    """`n` random queries and their candidates, for models too slow for all; passages that are nobody's are left out.
-
-    Returns the smaller data, in the first order, and candidate positions in it."""
-    rows = np.sort(np.random.default_rng(seed).permutation(len(data.queries))[:n])
-    ids = [list(data.queries)[row] for row in rows]
-    used = np.unique(candidates[rows])
-    passages = list(data.passages.items())
-    kept = {name: {q: getattr(data, name)[q] for q in ids} for name in ("queries", "aspects", "qrels")}
-    smaller = replace(data, passages=dict(passages[i] for i in used), **kept)
-    return smaller, np.searchsorted(used, candidates[rows])
-
-
-def properties(passages: Sequence[Passage], n_tokens: Sequence[int]) -> pd.Series:
-    """The rows of CAPR's Tables 1 and 2: counts and mean lengths; `n_tokens` is each passage's number of tokens."""
-    documents = {p.document_id: p.document for p in passages}
-    n_sentences = sum(p.end - p.start for p in passages)
-    return pd.Series(
-        {
-            "documents": len(documents),
-            "passages": len(passages),
-            "sentences per document": float(np.mean([len(document) for document in documents.values()])),
-            "sentences per passage": n_sentences / len(passages),
-            "tokens per passage": float(np.mean(n_tokens)),
-            "tokens per sentence": float(np.sum(n_tokens)) / n_sentences,
-        }
-    )
+    return [Passage(i, name := i.rsplit("-", 1)[0], None, (), whole[name], *spans[i]) for i in data.passages]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pandas as pd
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -20,7 +23,7 @@ from drehr_utils.config import CaprSystem, StageConfig
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
 from drehr_utils.papers.capr.longformer import LongEncoder
-from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder, TwoTowers
+from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder
 from drehr_utils.papers.capr.passages import Passage, note_passages, query_text, retrieval_task
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders, sampling, trainer
@@ -55,14 +58,19 @@ def training_passages(profile: Profile) -> tuple[list[Passage], str]:
     return labelled, _digest(labelled)
 
 
-def held_out(profile: Profile, split: str = "test") -> tuple[MedQuad, list[Passage], np.ndarray]:
-    """The task on a split's notes: queries, the pool of passages, and each query's candidates (positions in the pool).
+def _digest(texts: Sequence[Passage]) -> str:
+    documents = dict.fromkeys(p.document for p in texts)  # each once, not with each of its passages
+    return artifacts.digest([replace(p, document=()) for p in texts], list(documents))
 
-    Raises DataError where no passage of the split is labelled."""
+
+def held_out(profile: Profile) -> tuple[MedQuad, list[Passage], np.ndarray]:
+    """The task on the test notes: queries, the pool of passages, and each query's candidates (positions in the pool).
+
+    Raises DataError where none of their passages is labelled."""
     size = profile.capr
-    pool = [p for p in passages(profile, split) if p.labelled]
+    pool = [p for p in passages(profile, "test") if p.labelled]
     if not pool:
-        raise errors.DataError(f"CAPR: no {split} passage has an entity and an aspect; check the notes' headings")
+        raise errors.DataError("CAPR: no test passage has an entity and an aspect; check the notes' headings")
     if size.test_passages:
         chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
         pool = [pool[i] for i in chosen]
@@ -78,10 +86,10 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
     def start(pooling: str | None = profile.pooling):
         return encoders.load_encoder(system.encoder or profile.encoder, pooling)
 
+    def longformer(poly: bool):
+        return LongEncoder.load(system.encoder, poly=poly, query_tokens=size.query_tokens)
+
     torch.manual_seed(profile.seed)  # of the weights that start at random
-    if system.kind.startswith("longformer"):
-        poly = system.kind == "longformer-poly"
-        return LongEncoder.load(system.encoder, poly=poly, query_tokens=size.query_tokens).to(_device())
     makers: dict[str, Callable[[], nn.Module]] = {
         "start": lambda: BiEncoder(start(), **lengths),
         "bi-shared": lambda: BiEncoder(start(), marks=True, **lengths),
@@ -90,12 +98,10 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
         "cdv": lambda: ContextualDocumentVectors(start("mean"), start()),
         "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),
+        "longformer-bi": lambda: longformer(poly=False),
+        "longformer-poly": lambda: longformer(poly=True),
     }
-    return makers[system.kind]().to(_device())
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return makers[system.kind]().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class QueryPassagePairs(Dataset):
@@ -148,29 +154,21 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
     if system.after is not None:
         first, _, first_key = trained_model(profile, system.after)
         key = artifacts.digest(key, first_key)
+        model.load_state_dict(first.state_dict())
     folder = profile.cache / "capr" / f"{system.kind}-{key}"
     work = profile.cache / "checkpoints" / f"capr-{folder.name}"
 
     def make(partial: Path) -> None:
-        if system.after is not None:
-            model.load_state_dict(first.state_dict())
         curve = train(model, labelled, system.config, work, save_steps=profile.save_steps)
-        torch.save(model.state_dict(), partial / "weights.pt")
+        safetensors.torch.save_model(model, str(partial / "model.safetensors"))
         curve.to_csv(partial / "loss.csv", index=False)
 
     artifacts.cached_folder(folder, make)
     artifacts.remove(work)
-    weights = torch.load(folder / "weights.pt", weights_only=True, map_location=_device())
-    model.load_state_dict(weights)
+    safetensors.torch.load_model(model, folder / "model.safetensors")
     return model.eval(), pd.read_csv(folder / "loss.csv"), key
 
 
-def _digest(texts: Sequence[Passage]) -> str:
-    documents = dict.fromkeys(p.document for p in texts)
-    return artifacts.digest([(p.id, p.start, p.end, p.aspect, p.entities) for p in texts], list(documents))
-
-
-@torch.no_grad()
 def candidate_scores(
     model: nn.Module,
     queries: Sequence[str],
@@ -182,30 +180,36 @@ def candidate_scores(
     """The model's scores of each query's candidates, float32 [queries, candidates]; positions are into `texts`.
 
     A passage is encoded once, whatever the number of its queries, except by the Cross-encoder."""
-    model.eval()
-    scores = np.empty(candidates.shape, dtype=np.float32)
-    device = next(model.parameters()).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=encoders.has_fast_bf16()):
-        if not isinstance(model, TwoTowers):
-            rows, columns = (part.ravel() for part in np.indices(candidates.shape))
-            lengths = np.array([len(p.text) for p in texts])
-            order = np.argsort(lengths[candidates[rows, columns]], kind="stable")
-            for start in tqdm(range(0, len(order), block), unit="block", disable=not progress):
-                r, c = rows[order[start : start + block]], columns[order[start : start + block]]
-                pairs = [(queries[i], texts[candidates[i, j]].text) for i, j in zip(r, c, strict=True)]
-                scores[r, c] = model.pair_scores(pairs).float().cpu().numpy()
-            return scores
-        encoded = model.encode_queries(queries)
-        used = np.unique(candidates)
-        for start in tqdm(range(0, len(used), block), unit="block", disable=not progress):
-            part = used[start : start + block]
+    with _inference(model):
+        if isinstance(model, CrossEncoder):
+            flat, asked = candidates.ravel(), np.repeat(np.arange(len(queries)), candidates.shape[1])
+            order = np.argsort([len(texts[i].text) for i in flat], kind="stable")
+            scores = np.empty(flat.shape, dtype=np.float32)
+            for part in tqdm(_blocks(order, block), unit="block", disable=not progress):
+                pairs = [(queries[asked[k]], texts[flat[k]].text) for k in part]
+                scores[part] = model.pair_scores(pairs).float().cpu().numpy()
+            return scores.reshape(candidates.shape)
+        encoded = model.encode_queries(queries).split(block)
+        scores = np.empty(candidates.shape, dtype=np.float32)
+        for part in tqdm(_blocks(np.unique(candidates), block), unit="block", disable=not progress):
             passages_part = model.encode_passages([texts[i] for i in part])
-            with torch.autocast(device, enabled=False):
-                matched = [model.match(q, passages_part) for q in encoded.split(block)]
-            rows, columns = np.nonzero((candidates >= part[0]) & (candidates <= part[-1]))
-            at = np.searchsorted(part, candidates[rows, columns])
-            scores[rows, columns] = torch.cat(matched).float().cpu().numpy()[rows, at]
+            with torch.autocast(encoded[0].device.type, enabled=False):
+                matched = torch.cat([model.match(q, passages_part) for q in encoded]).float().cpu().numpy()
+            rows, columns = ((part[0] <= candidates) & (candidates <= part[-1])).nonzero()
+            scores[rows, columns] = matched[rows, np.searchsorted(part, candidates[rows, columns])]
     return scores
+
+
+@contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    device = next(model.parameters()).device.type
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=encoders.has_fast_bf16()):
+        yield
+
+
+def _blocks(places: np.ndarray, size: int) -> list[np.ndarray]:
+    return np.split(places, range(size, len(places), size))
 
 
 def scored(
@@ -221,68 +225,50 @@ def scored(
     )
 
 
-def passage_tokens(profile: Profile, texts: Sequence[Passage]) -> list[int]:
-    """Each passage's number of tokens, special ones not counted, before anything is cut off."""
-    tokenizer = pipeline.starting_encoder(profile).tokenizer
-    ids = tokenizer([p.text for p in texts], add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-    return [len(row) for row in ids]
-
-
-@torch.no_grad()
 def latency(model: nn.Module, query: str, texts: Sequence[Passage], n: int, repeats: int = 3) -> float:
     """Median seconds to rank `n` passages for one query (CAPR, Figure 3); `texts` are repeated to make `n`.
 
     Passages are encoded beforehand where the model can: into a FAISS index (Bi), as token embeddings (Poly). The
     Cross-encoder reads them all with the query."""
-    model.eval()
-    many = [texts[i % len(texts)] for i in range(n)]
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, torch.bfloat16, enabled=encoders.has_fast_bf16()):
-        if isinstance(model, TwoTowers):
-            ready = _encode_all(model, texts[:n], n)
-            if torch.is_tensor(ready):
-                index = faiss.IndexFlatIP(ready.shape[1])
-                index.add(ready.float().cpu().numpy())
+    rows = np.arange(n) % len(texts)
+    with _inference(model):
+        if isinstance(model, CrossEncoder):
+            blocks = [[(query, texts[i].text) for i in part] for part in _blocks(rows, 64)]
+        elif torch.is_tensor(ready := model.encode_passages(texts[:n])):
+            index = faiss.IndexFlatIP(ready.shape[1])
+            index.add(ready[rows].float().cpu().numpy())
+        else:
+            ready = tuple(part[rows] for part in ready)
 
         def search() -> None:
-            if not isinstance(model, TwoTowers):
-                for start in range(0, n, 64):
-                    model.pair_scores([(query, p.text) for p in many[start : start + 64]]).cpu()
+            if isinstance(model, CrossEncoder):
+                for pairs in blocks:
+                    model.pair_scores(pairs).cpu()
                 return
             encoded = model.encode_queries([query])
             if torch.is_tensor(ready):
                 index.search(encoded.float().cpu().numpy(), min(n, 10))
             else:
-                with torch.autocast(device.type, enabled=False):
+                with torch.autocast(encoded.device.type, enabled=False):
                     model.match(encoded, ready).topk(min(n, 10)).indices.cpu()
 
         search()  # not timed: the first run sets up threads and buffers
-        times = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
-            search()
-            times.append(time.perf_counter() - begun)
-    return float(np.median(times))
-
-
-def _encode_all(model: TwoTowers, texts: Sequence[Passage], n: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    parts = model.encode_passages(texts)
-    rows = torch.arange(n) % len(texts)
-    return parts[rows] if torch.is_tensor(parts) else tuple(part[rows] for part in parts)
+        return float(np.median(timeit.repeat(search, number=1, repeat=repeats)))
 
 
 def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame:
     """`system, passages, seconds` of Bi, Poly and Cross on this machine; measured once, then read from the cache."""
     size = profile.capr
-    key = artifacts.digest(measured_latency, list(size.latency_passages), size.latency_limit, size.passage_tokens)
+    sizes = [list(size.latency_passages), size.latency_limit, size.passage_tokens]
+    key = artifacts.digest(measured_latency, sizes, encoders.identity(profile.encoder), encoders.describe_device())
 
     def measure() -> pd.DataFrame:
         query, rows = query_text("chest pain", "history of present illness"), []
         for name in (BI, POLY, CROSS):
-            model = trained_model(profile, name)[0]
+            model, repeats = trained_model(profile, name)[0], 3 if name == CROSS else 30
             for n in size.latency_passages:
                 if name != CROSS or n <= size.latency_limit:
-                    rows.append((name, n, latency(model, query, texts, n, repeats=3 if name == CROSS else 30)))
+                    rows.append((name, n, latency(model, query, texts, n, repeats)))
         return pd.DataFrame(rows, columns=["system", "passages", "seconds"])
 
     return artifacts.cached_file(profile.cache / f"capr/latency-{key}.parquet", measure)

@@ -1,7 +1,6 @@
 """CAPR's labels against a hand-labelled miniature; queries, candidates, MedQuAD's form; patients held out."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -17,23 +16,11 @@ from drehr_utils.papers.capr.passages import (
     Passage,
     medquad_passages,
     note_passages,
-    properties,
-    query_sample,
     question_aspect,
-    relevant_passages,
     retrieval_task,
     split_sentences,
-    with_query_form,
 )
-from drehr_utils.papers.capr.report import (
-    Comparison,
-    Report,
-    exchanged_columns,
-    latency_sentence,
-    mistakes,
-    progress_sentence,
-    worth_it,
-)
+from drehr_utils.papers.capr.report import as_large, comparisons, mistakes
 from drehr_utils.profiles import load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
@@ -118,14 +105,6 @@ def test_headings_are_no_part_of_the_text_and_wrapped_lines_are_joined():
     assert hpi.document == by_aspect["iv", "discharge medications"].document  # one note, one document
 
 
-def test_relevant_passages_by_hand():
-    passages = miniature()
-    for entity, aspect in [("metformin", "past medical history"), ("diabetes", "hospital course"), ("aspirin", "x")]:
-        expected = [f"{n}:{a}" for n, a, entities in BY_HAND if a == aspect and entity in entities]
-        ids = set(relevant_passages(entity, aspect, passages))
-        assert [f"{p.document_id}:{p.aspect}" for p in passages if p.id in ids] == expected
-
-
 def test_long_sections_are_cut_between_sentences_and_keep_their_aspect():
     cut = [p for p in miniature(max_words=12) if (p.document_id, p.aspect) == ("iv", "history of present illness")]
     assert [p.sentences[0].split()[0] for p in cut] == ["65m", "no"] and len(cut[1].sentences) == 2
@@ -140,10 +119,12 @@ def test_task_has_its_passage_among_the_candidates_and_labels_as_relevance():
     data, candidates = retrieval_task(pool, n_queries=30, n_candidates=5, seed=3)
     ids = list(data.passages)
     assert len(set(data.queries.values())) == len(data.queries) > 8 and candidates.shape == (len(data.queries), 5)
+    label_of = {p.id: (p.document_id, p.aspect) for p in pool}
     for row, (query_id, text) in enumerate(data.queries.items()):
         entity, aspect = text.split(" ; ")
         assert data.aspects[query_id] == aspect
-        assert set(data.qrels[query_id]) == set(relevant_passages(entity, aspect, pool))
+        by_hand = {(note, a) for note, a, entities in BY_HAND if a == aspect and entity in entities}
+        assert {label_of[i] for i in data.qrels[query_id]} == by_hand and len(data.qrels[query_id]) == len(by_hand)
         assert len(set(candidates[row])) == 5 and ids[candidates[row, 0]] in data.qrels[query_id]
     again = retrieval_task(pool, 30, 5, seed=3)
     assert again[0] == data and (again[1] == candidates).all()
@@ -157,7 +138,7 @@ def test_mistakes_by_hand():
     pool = [Passage(f"p{i}", "d", aspect, (entity,), ("s",), 0, 1) for i, (aspect, entity) in enumerate(labels)]
     queries = {"q0": "x ; a", "q1": "x ; a", "q2": "x ; a", "q3": "x ; a"}
     qrels = {q: {"p0": 1} for q in queries}
-    data = MedQuad(queries, dict.fromkeys(queries, "a"), {p.id: p.text for p in pool}, qrels, [])
+    data = MedQuad(queries, dict.fromkeys(queries, "a"), {p.id: p.text for p in pool}, qrels)
     candidates = np.tile(np.arange(4), (4, 1))
     counts = mistakes(data, pool, candidates, np.eye(4))  # query i's first passage: p_i
     assert counts["wrong first passages"] == 3
@@ -200,23 +181,21 @@ def test_question_types(question, aspect):
     assert question_aspect(question) == aspect
 
 
-def test_medquad_in_caprs_form():
+def test_medquads_passages_amid_their_documents_and_parts_of_the_data():
     passages = {"A-1": "What is gout? It hurts. A lot of words follow here.", "B-1": "...", "A-2": "Rest helps."}
     data = MedQuad(
         {"m0": "Gout information", "m1": "Gout treatment"}, {"m0": "information", "m1": "treatment"}, passages,
-        {"m0": {"A-1": 1}, "m1": {"A-2": 1}}, [],
+        {"m0": {"A-1": 1}, "m1": {"A-2": 1}},
     )  # fmt: skip
-    form = with_query_form(data)
-    assert form.queries == {"m0": "gout ; information", "m1": "gout ; treatment"}
     first, _, last = medquad_passages(data, max_words=6)
     assert first.document_id == last.document_id == "A" and first.document == last.document
     assert first.sentences == ("what is gout?", "it hurts.", "a") and last.text == "rest helps."
     assert medquad_passages(data)[0].text == "what is gout? it hurts. a lot of words follow here."
-    smaller, candidates = query_sample(form, np.array([[0, 1], [2, 0]]), n=1, seed=0)
-    (query,) = smaller.queries
-    names = list(smaller.passages)
-    expected = {"m0": ["A-1", "B-1"], "m1": ["A-2", "A-1"]}[query]
-    assert [names[i] for i in candidates[0]] == expected and len(names) == 2 and set(smaller.qrels) == {query}
+    smaller = data.part([1], np.array([0, 2]))
+    assert list(smaller.passages) == ["A-1", "A-2"] and smaller.qrels == {"m1": {"A-2": 1}}
+    assert smaller.queries == {"m1": "Gout treatment"} and smaller.aspects == {"m1": "treatment"}
+    assert data.head(1).queries == data.every(2).queries == {"m0": "Gout information"}
+    assert data.head(9) == data.every(1) == data
 
 
 def test_no_held_out_patient_is_in_training():
@@ -231,15 +210,6 @@ def test_no_held_out_patient_is_in_training():
     assert list(data.passages.values()) == [p.text for p in pool]
 
 
-def test_properties_by_hand():
-    passages = [p for p in miniature() if p.document_id == "iii" and p.aspect]
-    table = properties(passages, n_tokens=[6, 6, 7, 2, 2])
-    expected = {"documents": 1, "passages": 5, "sentences per passage": 1.0, "tokens per passage": 4.6}
-    assert {k: table[k] for k in expected} == expected
-    assert table["tokens per sentence"] == 4.6 and table["sentences per document"] == len(passages[0].document)
-    assert replace(passages[0], aspect=None).labelled is False
-
-
 def recall_frame(hits: list[int]) -> pd.DataFrame:
     ids = [f"q{i}" for i in range(len(hits))]
     rows = {"search_id": ids, "query_id": ids, "query_type": "", "metric": "R@1", "value": [100.0 * h for h in hits]}
@@ -249,46 +219,22 @@ def recall_frame(hits: list[int]) -> pd.DataFrame:
 def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
     half = [1, 0] * 20
     values = {(n, "T"): recall_frame(h) for n, h in {"all": [1] * 40, "half": half, "none": [0] * 40}.items()}
-    values["none", "U"] = recall_frame(half[:39])
-    figures = pd.DataFrame(
-        [("A", "T", "R@1", 70.0), ("half", "T", "R@1", 60.5), ("A", "T", "R@5", 1.0)],
-        columns=["system", "group", "metric", "value"],
-    )
-    report = Report(values, figures, {"all": "A"})
-    claim = report.compare("all", "half", "T")
-    assert (claim.ours, claim.paper, claim.verdict) == (50.0, 9.5, "holds") and claim.p < 0.001
-    assert report.compare("half", "all", "T").verdict == "holds"  # the paper has it below as well
-    assert report.compare("none", "all", "T").verdict == "the reverse"  # the paper has no figure: the first should win
-    assert Comparison("T", "a", "b", 50.0, 0.001, -5.0).verdict == "the reverse"
-    assert report.compare("half", "half", "T").verdict == "not shown"
-    assert "holds" in str(claim) and "paper" not in str(report.compare("none", "all", "T"))
-    assert report.gains(["all", "none"], "half", "T").startswith("1 of 2 trained systems beat half with p < 0.01 (all)")
-    ranked = report.ranking(["none", "half", "all"], "T")
-    assert ranked.startswith("all 100.0, half 50.0, none 0.0 (40 queries; ")
-    assert "0 of 40 right is compatible with 0% to 9%; 40 of 40 right is compatible with 91% to 100%" in ranked
-    assert len(report.table([("all", "none")], ["T", "U"])) == 1
-    values["all", "U"] = recall_frame([1] * 40)
-    assert report.ranking(["none", "all"], "U").startswith("all 100.0, none 51.3 (39 queries")  # of those both have
-    assert worth_it(report, ["half", "all"], "half", "T") == "So interaction pays here, with all."
-    assert "not shown" in worth_it(report, ["none"], "half", "T")
-    assert report.compare("all", "none", "U").ours == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of 39 both have
+    values |= {("none", "U"): recall_frame(half[:39]), ("all", "U"): recall_frame([1] * 40)}
+    pairs = [("all", "half"), ("half", "all"), ("none", "all"), ("half", "half"), ("all", "none")]
+    paper = {("all", "T"): 70.0, ("half", "T"): 60.5}
+    found = comparisons(values, pairs, ["T", "U"], paper)
+    assert found["task"].tolist() == ["T"] * 5 + ["U"] * 2  # where both were measured
+    assert found["paper"].tolist()[:2] == [9.5, -9.5] and found["paper"].isna().tolist()[2:3] == [True]
+    assert found["ours"].tolist()[:4] == [50.0, -50.0, -100.0, 0.0] and found["p"][0] < 0.001
+    # The second claim holds since the paper too has its first system below; the third reverses: it has no figure.
+    assert found["verdict"].tolist()[:4] == ["holds", "holds", "reversed", "not shown"]
+    below = comparisons(values, pairs[:1], ["T"], {("all", "T"): 1.0, ("half", "T"): 2.0})
+    assert below["verdict"].tolist() == ["reversed"]
+    assert found["ours"].iloc[-1] == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of the 39 that both answered
 
 
-def test_speed_and_exchanged_columns_in_words():
-    times = [("b", 10, 0.1), ("p", 10, 0.2), ("c", 10, 2.0), ("b", 99, 0.1), ("p", 99, 0.3)]
-    frame = pd.DataFrame(times, columns=["system", "passages", "seconds"])
-    said = latency_sentence(frame, "b", "p", "c")
-    assert (
-        said.startswith("For 10 passages c takes 2.00 s")
-        and "20 times b's" in said
-        and said.endswith("holds at 1 of 1 numbers of passages.")
-    )
-    assert "holds at 0 of 1" in latency_sentence(frame, "p", "b", "c")
+def test_our_medquad_is_as_large_as_the_papers_healthqa():
     figures = paper_figures("capr", 1)
     sizes = [pd.Series({"documents": d, "passages": p}) for d, p in ((1110, 3758), (171, 1060), (171, 3762))]
-    ours, theirs, neither = (exchanged_columns(size, figures) for size in sizes)
-    assert "MedQuAD 171 and 1,060 and HealthQA 1,111 and 3,762" in ours and "seem exchanged. Against" in ours
-    assert theirs.endswith("as the paper's Table 1 has it.") and "no data set of that size" in neither
-    curve = pd.DataFrame({"step": range(1, 21), "loss": [3.0] * 10 + [2.0, 1.0] * 5})
-    assert "a 1.50 after 20 (guessing 2.08)" in progress_sentence({"a": curve}, {"a": 8})
+    assert [as_large(size, figures) for size in sizes] == ["HealthQA", "MedQuAD", None]
     assert paper_figures("capr", 2)["value"].sum() == 8597 + 25202 + 51299 + 55189 + 53 + 80 + 7 + 36 + 186 + 448 + 44
