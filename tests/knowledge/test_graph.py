@@ -293,7 +293,7 @@ def test_relations_point_the_right_way(kg):
 
 
 def test_without_inverse_relations(monkeypatch):
-    for reader in ("_ner_package", "_hpo", "_icd10"):  # quicker; the relations are the open KG's alone
+    for reader in ("ner_package_concepts", "hpo_concepts", "_icd10"):  # quicker; the relations are the open KG's alone
         monkeypatch.setattr(vocabularies, reader, lambda *args: [])
     counts = kg_counts(build_open_kg(OPEN_KG, inverse=False))["relation"].set_index("relation")["edges"]
     assert counts["may_treat"] + counts["may_be_treated_by"] < 4_526  # as many names as the column holds
