@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from drehr_utils.evaluation import intervals, tables
-from drehr_utils.papers.kg.linking import Mention, TestSet
+from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.papers.kg.systems import graphs, recall, zero_shot_setting
 from drehr_utils.profiles import Profile
 
@@ -80,9 +81,8 @@ def paper_names(profile: Profile) -> dict[str, str]:
 
 def counts(profile: Profile, sizes: Mapping[str, Mapping[str, int]], table: int) -> pd.DataFrame:
     """Row -> column -> count as a long form, beside the paper's figures of Table 1 or 2."""
-    blank = dict.fromkeys(["paper", "low", "high", "p"], np.nan) | {"setting": "", "group": ""}
-    rows = [{"system": s, "metric": m, "ours": float(n)} | blank for s, row in sizes.items() for m, n in row.items()]
-    long = pd.DataFrame(rows)[intervals.RESULT_COLUMNS]
+    ours = pd.DataFrame(sizes).T.astype(float).rename_axis(index="system", columns="metric").stack()
+    long = ours.rename("ours").reset_index().assign(setting="", group="").reindex(columns=intervals.RESULT_COLUMNS)
     return tables.with_paper(long, tables.paper_figures("kg", table), paper_names(profile))
 
 
@@ -91,20 +91,12 @@ def example_table(profile: Profile, systems: Mapping[str, Path], test_set: TestS
 
     Chosen by rule: the first `each` of either kind in the test set's order, each with another concept. `setting` is
     the mention, `group` the gold concept; the paper's own examples follow."""
-    hits = first_hits(profile, systems, test_set)
-    chosen: list[Mention] = []
-    for name, other in (list(systems), list(systems)[::-1]):
-        first: dict[frozenset[str], Mention] = {}
-        for m in test_set.mentions:
-            if hits.at[m.id, name] and not hits.at[m.id, other]:
-                first.setdefault(m.concepts, m)
-        chosen += list(first.values())[:each]
-    rows = [
-        (name, m.text, test_set.concepts[min(m.concepts)], "R@1", np.nan, 100.0 * hits.at[m.id, name])
-        for m in chosen
-        for name in systems
-    ]
-    long = pd.DataFrame(rows, columns=intervals.RESULT_COLUMNS[:6])
+    hits = first_hits(profile, systems, test_set).reindex([m.id for m in test_set.mentions])
+    hits["setting"], hits["gold"] = zip(*((m.text, min(m.concepts)) for m in test_set.mentions), strict=True)
+    chosen = [hits[hits[a] & ~hits[b]].drop_duplicates("gold")[:each] for a, b in itertools.permutations(systems, 2)]
+    chosen = pd.concat(chosen).assign(group=lambda f: f["gold"].map(test_set.concepts), metric="R@1")
+    ours = chosen.set_index(["setting", "group", "metric"])[list(systems)].rename_axis(columns="system").stack()
+    long = (100.0 * ours).rename("ours").reset_index()
     theirs = tables.paper_figures("kg", 4)
     renamed = dict(zip(theirs["system"].drop_duplicates(), systems, strict=True))
     theirs = theirs.assign(system=theirs["system"].replace(renamed), paper=PAPER_PERCENT * theirs["value"])
