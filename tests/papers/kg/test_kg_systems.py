@@ -1,6 +1,7 @@
 """KG entity retrieval: pairs by hand, splits, zero-shot by construction on the open data, the loss against torch's."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -106,8 +107,6 @@ def test_synonym_and_graph_pairs_by_hand():
 def test_a_task_keeps_a_pair_once_and_none_of_a_text_with_itself():
     task = Task.from_pairs("t", "g", [("A b", "c"), ("a  B", "C"), ("c", "c"), ("c", "a b"), ("", "x")])
     assert pairs_of(task) == [("a b", "c"), ("c", "a b")]
-    again = Task.from_pairs("t", "g", [("a b", "c"), ("c", "a b")])
-    assert task.fingerprint() == again.fingerprint() != task.take(np.array([1, 0])).fingerprint()
 
 
 # --- splits, comb, zero-shot ---------------------------------------------------------------------------------------
@@ -148,19 +147,16 @@ def test_no_task_holds_a_test_mention_nor_another_graphs_test_concept(profile, t
         for name, parts in tasks.items():
             held = {text_key(text) for part in parts for text in part.used_texts()}
             assert not held & asked, (name, test_set.name)
-            graphs = systems_module.graphs_of(profile, name)
-            if linking.zero_shot_setting(graphs, test_set) == linking.MENTIONS_AND_CONCEPTS:
+            if systems_module.zero_shot_setting(profile, name, test_set) == systems_module.MENTIONS_AND_CONCEPTS:
                 assert not held & gold, (name, test_set.name)
             else:
                 assert held & gold, "the concepts are to be seen, only the mentions not"
 
 
 def test_settings_of_the_systems(profile):
-    notes = systems_module.test_sets(profile)[0]
-    scenario = {s: linking.zero_shot_setting(systems_module.graphs_of(profile, s), notes) for s in
-                ("ICD-10 Syn", "HPO Graph", "MeSH Syn", "Comb", "BM25")}  # fmt: skip
-    both = linking.MENTIONS_AND_CONCEPTS
-    assert list(scenario.values()) == [linking.MENTIONS_ONLY, both, both, linking.MENTIONS_ONLY, ""]
+    notes, systems = systems_module.test_sets(profile)[0], ("ICD-10 Syn", "HPO Graph", "MeSH Syn", "Comb", "BM25")
+    one, both = systems_module.MENTIONS_ONLY, systems_module.MENTIONS_AND_CONCEPTS
+    assert [systems_module.zero_shot_setting(profile, s, notes) for s in systems] == [one, both, both, one, ""]
 
 
 def test_supervised_split_is_by_patient(profile):
@@ -191,9 +187,8 @@ def test_open_tasks_are_of_the_papers_sizes(tasks):
     assert 0.99 * 6 * smallest <= len(tasks["Comb"][0]) <= 6 * smallest  # a pair of two tasks counts once
 
 
-def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile, tasks):
-    sizes, (train, dev) = profile.kg, tasks["Comb"]
-    searched = linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed)
+def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile):
+    searched = systems_module.own_dev(profile, "Comb")
     tested = systems_module.own_test(profile, "Comb")
     assert len(tested.mentions) > 10 and len(searched.mentions) > 10
     assert not {m.text for m in tested.mentions} & {m.text for m in searched.mentions}
@@ -210,14 +205,6 @@ def test_what_was_seen_is_of_training_pairs(tasks):
     )
 
 
-def test_seen_concepts_are_none_in_the_second_scenario(profile):
-    shares = report.seen_concepts(profile)
-    for test_set in systems_module.test_sets(profile):
-        for name, share in shares[test_set.name].items():
-            setting = linking.zero_shot_setting(systems_module.graphs_of(profile, name), test_set)
-            assert (share == 0) == (setting == linking.MENTIONS_AND_CONCEPTS)
-
-
 def test_own_dev_mentions_are_of_no_training_pair(tasks):
     for train, dev in tasks.values():
         own = linking.own_task(train, dev, mentions=300, concepts=500, seed=0)
@@ -228,15 +215,43 @@ def test_own_dev_mentions_are_of_no_training_pair(tasks):
 
 
 def test_the_training_is_the_searchs_best_on_dev(profile):
-    record, sizes = pd.read_csv(rate_search.RECORD), profile.kg
+    record, sizes = rate_search.RECORD.read(profile), profile.kg
     for task, chosen in ((systems_module.COMB, sizes.training), (systems_module.SUPERVISED, sizes.supervised)):
         rows = record[record["task"] == task]
-        assert {artifacts.digest(c) for c in [None, *rate_search.candidates(profile, task)]} == set(rows["config"]), (
-            "the record is of other candidates; run python -m drehr_utils.papers.kg.rate_search"
+        assert {artifacts.digest(c) for c in rate_search.candidates(profile, task)} == set(rows["config"]), (
+            "the record is of other candidates; delete their rows, run python -m drehr_utils.papers.kg.rate_search"
         )
         best = rows.dropna(subset="scale").sort_values(["R@1", "R@25"]).iloc[-1]
         assert (best["learning rate"], best["scale"], bool(best["false negatives masked"])) == (
             chosen.learning_rate, chosen.scale, chosen.mask_false_negatives)  # fmt: skip
+
+
+def test_the_search_keeps_other_rows_and_the_committed_record(tmp_path, monkeypatch):
+    committed = rate_search.RECORD.path(load_profile("open"))
+    before = committed.read_bytes()
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)  # Profile.cache
+    monkeypatch.setattr(rate_search, "CHOICES", {"Comb": [(1e-4, 20.0, False)], "Supervised": [(1e-4, 20.0, False)]})
+    made = []
+
+    def score(profile, test_set, model):
+        made.append(model)
+        values = {"search_id": list("abcd"), "query_id": list("abcd"), "query_type": "g", "metric": "R@1"}
+        return pd.DataFrame(values).assign(value=[0.0, 100, 100, 0 if model == "start" else 100])
+
+    monkeypatch.setattr(rate_search.systems, "recall", score)
+    monkeypatch.setattr(rate_search.systems, "trained", lambda *_: (tmp_path / f"trained {len(made)}", None))
+    rate_search.main(["--profile", "smoke"])
+    record = rate_search.RECORD.read(load_profile("smoke"))
+    assert record["task"].tolist() == ["Comb", "Comb", "Supervised", "Supervised"]
+    assert record["R@1"].tolist() == [50, 75, 50, 75] and record["R@1 p"].isna().tolist() == [True, False] * 2
+    assert record[["mentions", "date", "machine", "minutes"]].notna().all(axis=None)
+    made.clear()
+    rate_search.main(["--profile", "smoke"])
+    assert not made
+    rate_search.main(["--profile", "smoke", "--remake", "--only", "Supervised"])
+    assert len(made) == 3  # the start, then it and the trained model
+    pd.testing.assert_frame_equal(rate_search.RECORD.read(load_profile("smoke")), record)
+    assert committed.read_bytes() == before
 
 
 def test_the_supervised_losss_dev_notes_are_training_notes(profile):
@@ -277,8 +292,28 @@ def test_release_files_take_the_place_of_hpo_and_mesh(tmp_path, monkeypatch, cap
     assert ("niddm", "diabetes mellitus") in pairs_of(whole["UMLS Graph"])
     assert report.paper_names(mimic)["UMLS Syn"] == "UMLS Syn"
     monkeypatch.delenv("DREHR_UMLS")
-    assert list(systems_module.graphs(replace(mimic, seed=8))) == ["SNOMED", "MeSH"]
+    assert list(systems_module.graphs(replace(load_profile("mimic"), seed=8))) == ["SNOMED", "MeSH"]
     assert "DREHR_UMLS is not set: MeSH" in capsys.readouterr().out
+
+
+def test_a_umls_release_counts_by_its_content_not_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(systems_module, "KG_CACHE", tmp_path / "cache")
+    made = []
+    convert = systems_module.umls_to_bios
+    monkeypatch.setattr(systems_module, "umls_to_bios", lambda *files: made.append(files) or convert(*files))
+
+    def names(folder, seed):  # graphs() keeps a profile's, so each call is another profile's
+        profile = replace(load_profile("mimic"), seed=seed)
+        return systems_module.graphs(replace(profile, kg=replace(profile.kg, umls=folder)))["UMLS"].term2cui
+
+    (tmp_path / "META").mkdir()
+    meta = umls_release(tmp_path / "META")
+    assert "niddm" in names(meta, 21) and len(made) == 1
+    shutil.copytree(meta, tmp_path / "copy")
+    assert "niddm" in names(tmp_path / "copy", 22) and len(made) == 1
+    path = meta / "MRCONSO.RRF"
+    path.write_text(path.read_text().replace("NIDDM", "sugar disease"))
+    assert "niddm" not in names(meta, 23) and "sugar disease" in names(meta, 24) and len(made) == 2
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
@@ -328,7 +363,7 @@ def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
     config = PairConfig(batch_size=4, max_steps=6, learning_rate=1e-4, warmup_ratio=0.5)
     curves, embeddings = [], []
     for run in range(2):
-        encoder = systems_module.starting_encoder(profile)
+        encoder = systems_module.load(profile, "start")
         if not run:
             sides = [
                 [torch.from_numpy(encode(encoder, [task.pair(i)[side] for i in range(len(task))])) for side in (0, 1)]
@@ -345,8 +380,6 @@ def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
 
 
 def test_trained_model_is_made_once(tmp_path, monkeypatch):
-    from dataclasses import replace
-
     monkeypatch.setattr(profiles, "ROOT", tmp_path)  # Profile.cache
     profile = replace(load_profile("smoke"), seed=1)
     config = PairConfig(batch_size=2, max_steps=1)
@@ -359,6 +392,5 @@ def test_trained_model_is_made_once(tmp_path, monkeypatch):
 
 
 def test_notes_of_the_linking_test_set_are_test_notes(profile):
-
     splits = read_splits(profile.notes, pipeline.notes(profile)[0])
     assert {splits[m.document] for m in systems_module.test_sets(profile)[0].mentions} == {"test"}

@@ -2,6 +2,7 @@
 
 import gzip
 
+import ir_measures
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg.linking import (
     Mention,
     TestSet,
-    best_concepts,
+    gold_rank,
     load_ncbi_disease,
     load_open_linking,
     read_ncbi,
@@ -108,13 +109,25 @@ def test_open_linking_malformed(tmp_path):
         load_open_linking(path)
 
 
-def test_best_concepts_equal_a_full_sort_with_ties():
+def test_recall_equals_ir_measures_success_of_a_full_sort_with_ties():
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 4, (60, 90)).astype(float)  # ties everywhere, also at the cut
     mentions, concepts = [f"m{i}" for i in range(60)], [f"c{i}" for i in range(90)]
-    expected = np.lexsort((tie_keys(mentions, concepts), -scores), axis=-1)[:, :25]
-    np.testing.assert_array_equal(best_concepts(lambda part: scores[part], mentions, concepts), expected)
-    assert best_concepts(lambda part: scores[part, :3], mentions, concepts[:3]).shape == (60, 3)
+    gold = [rng.choice(90, rng.integers(1, 4), replace=False).tolist() for _ in mentions]
+    ties = tie_keys(mentions, concepts)
+    order = np.lexsort((ties, -scores), axis=-1)
+    ranks = [gold_rank(scores[i], ties[i], gold[i]) for i in range(60)]
+    assert ranks == [1 + min(list(order[i]).index(g) for g in gold[i]) for i in range(60)] and max(ranks) > 25
+    run = {m: {concepts[c]: -float(place) for place, c in enumerate(order[i])} for i, m in enumerate(mentions)}
+    qrels = {m: {concepts[g]: 1 for g in gold[i]} for i, m in enumerate(mentions)}
+    found = [Mention(m, "d", m, frozenset(qrels[m])) for m in mentions]
+    values = recall_values(
+        TestSet("t", "g", dict.fromkeys(concepts, ""), {}, found),
+        lambda texts: scores[[mentions.index(text) for text in texts]],
+    ).set_index(["metric", "search_id"])["value"]
+    for name, k in (("R@1", 1), ("R@25", 25)):
+        for value in ir_measures.iter_calc([ir_measures.Success @ k], qrels, run):
+            assert values[name, value.query_id] == 100 * value.value
 
 
 def test_recall_by_hand_and_cut():
@@ -124,7 +137,9 @@ def test_recall_by_hand_and_cut():
     ]
     data = TestSet("t", "g", concepts, {}, mentions)
     scores = np.tile(-np.arange(40.0), (4, 1))  # c0 first, c39 last, for every mention
-    values = recall_values(data, lambda part: scores[part]).pivot(index="search_id", columns="metric", values="value")
+    values = recall_values(data, lambda texts: scores[: len(texts)]).pivot(
+        index="search_id", columns="metric", values="value"
+    )
     assert values["R@1"].tolist() == [100, 0, 0, 100] and values["R@25"].tolist() == [100, 100, 0, 100]
     small = data.cut(3, 10, seed=0)
     assert len(small.concepts) == 10 and {"c0", "c1", "c39"} <= small.concepts.keys()
