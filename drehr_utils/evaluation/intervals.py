@@ -49,13 +49,12 @@ def bootstrap(
     with np.errstate(invalid="ignore", divide="ignore"):
         if min(sizes) < 2:
             return np.full((resampling.samples, *statistic(parts.sum(axis=0)).shape), np.nan)
-        weights = [_drawn(rng, size, resampling.samples) for size in sizes]
+        weights = [_drawn(rng, size, resampling.samples) for size in sizes[:2]]
         if len(levels) == 1:
             return statistic(weights[0] @ _cluster_sums(parts, levels[0]))
         crossed = [((weights[0] @ _table(column, *levels)) * weights[1]).sum(axis=1) for column in parts.T]
         draws, measured = statistic(np.stack(crossed, axis=1)), statistic(parts.sum(axis=0))
-        patient, query, search = (_jackknife(parts, level, statistic) for level in (*levels, np.arange(len(parts))))
-        error = np.sqrt(np.maximum(np.maximum(patient, query), patient + query - search))
+        error = np.sqrt(_two_way(*(_jackknife(parts, level, statistic) for level in levels)))
         scale = error / np.nanstd(draws, axis=0)
         return measured + (draws - measured) * np.where(np.isfinite(scale), scale, 1)
 
@@ -97,15 +96,16 @@ def paired_randomization_test(
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; both need the same searches in the same order")
     levels, differences = _levels(len(a), queries, patients), (a - b).reshape(len(a), -1)
     sums = _cluster_sums(differences, levels[0])
-    patient, search = np.square(sums).sum(axis=0), np.square(differences).sum(axis=0)
-    tables = [_table(column, *levels) for column in differences.T] if len(levels) == 2 else []
+    patient, search = (np.square(_cluster_sums(differences, levels[at])).sum(axis=0) for at in (0, -1))
+    tables = [_table(column, *levels) for column in differences.T] if len(levels) > 1 else []
+    products = [(table @ table.T).toarray() for table in tables]  # of patients, summed over queries
 
     def extremity(signs: np.ndarray) -> np.ndarray:
         """|sum of differences| of `signs` [draws, clusters], in standard errors where two levels cross."""
         found = np.abs(signs @ sums)
-        if tables:
-            query = np.stack([np.square(signs @ table).sum(axis=1) for table in tables], axis=1)
-            spread = np.maximum(np.maximum(patient, query), patient + query - search)
+        if products:
+            query = np.stack([((signs @ product) * signs).sum(axis=1) for product in products], axis=1)
+            spread = _two_way(patient, query, search)
             found /= np.sqrt(np.where(spread > 0, spread, 1))
         return found
 
@@ -197,15 +197,16 @@ def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, dict[
 
 
 def _levels(n: int, queries: np.ndarray | None, patients: np.ndarray | None) -> list[np.ndarray]:
-    """For each level of clusters its number [searches]: of the patient, then the query, or of the one that matters."""
+    """The levels' cluster numbers [searches]: patients, queries, where they cross; or the one that holds the other."""
     given = [np.unique(np.asarray(ids, str), return_inverse=True)[1] for ids in (patients, queries) if ids is not None]
     if len(given) < 2:
         return given or [np.arange(n)]
     patient, query = given
-    crossings = len(np.unique(np.stack(given), axis=1).T)
-    if crossings == query.max(initial=-1) + 1:  # a query has one patient
+    both = np.unique(np.stack(given), axis=1, return_inverse=True)[1].ravel()
+    patients_n, queries_n, crossings = (level.max(initial=-1) + 1 for level in (patient, query, both))
+    if crossings == queries_n:  # a query has one patient
         return [patient]
-    return [query] if crossings == patient.max() + 1 else given
+    return [query] if crossings == patients_n else [patient, query, both]
 
 
 def _drawn(rng: np.random.Generator, clusters: int, samples: int) -> np.ndarray:
@@ -220,8 +221,14 @@ def _cluster_sums(values: np.ndarray, cluster: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _table(column: np.ndarray, patient: np.ndarray, query: np.ndarray) -> scipy.sparse.csr_array:
+def _table(column: np.ndarray, patient: np.ndarray, query: np.ndarray, *_: np.ndarray) -> scipy.sparse.csr_array:
+    """The column's sums [patients, queries]."""
     return scipy.sparse.csr_array((column, (patient, query)))
+
+
+def _two_way(patient: np.ndarray, query: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """The variance under both levels of clusters from those under each, and where they cross; never below one alone."""
+    return np.maximum(np.maximum(patient, query), patient + query - both)
 
 
 def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
+from drehr_utils.config import Resampling
 from drehr_utils.evaluation import intervals
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.evaluation.tables import SIGNIFICANT
@@ -49,7 +50,7 @@ class Report:
     values: dict[tuple[str, str], pd.DataFrame]
     figures: pd.DataFrame
     in_paper: dict[str, str]
-    seed: int = 0
+    resampling: Resampling
     metric: str = "R@1"
 
     def mean(self, system: str, task: str) -> float:
@@ -60,7 +61,7 @@ class Report:
     def compare(self, better: str, than: str, task: str) -> Comparison:
         """The claim that `better` beats `than` on a task, on the queries that both answered."""
         ours, base = common(self.values[better, task], self.values[than, task])
-        rows = intervals.gain_rows(better, "", task, ours, base, seed=self.seed).set_index("metric")
+        rows = intervals.gain_rows(better, "", task, ours, base, self.resampling).set_index("metric")
         ours = rows.loc[self.metric, "ours"]
         paper = self._printed(better, task) - self._printed(than, task)
         return Comparison(task, better, than, float(ours), float(rows.loc[self.metric, "p"]), paper)

@@ -22,7 +22,7 @@ import pandas as pd
 import scipy.optimize
 
 from drehr_utils import artifacts, pipeline
-from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.config import Recipe, Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.evaluation import intervals, metrics
 from drehr_utils.profiles import ROOT, Profile, load_profile
@@ -138,7 +138,9 @@ def recipe_changes(profile: Profile) -> dict[str, Recipe]:
 # --- scores ------------------------------------------------------------------------------------------------------
 
 
-def match_type_rows(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray | None) -> pd.DataFrame:
+def match_type_rows(
+    name: str, bench: Benchmark, scores: metrics.Scores, resampling: Resampling, start: np.ndarray | None = None
+) -> pd.DataFrame:
     """Table 5's cells of one system: the Average of MRR, NDCG and MAP by match type, as intervals.result_rows."""
     rows = []
     for match_type in MATCH_TYPES:
@@ -147,11 +149,13 @@ def match_type_rows(name: str, bench: Benchmark, scores: metrics.Scores, start: 
         if start is not None:
             base = metrics.single_patient(bench, start, match_type).query("metric == @metrics.AVERAGE")
         if not values.empty:
-            rows.append(intervals.result_rows(name, "single", match_type, values, base))
+            rows.append(intervals.result_rows(name, "single", match_type, values, resampling, base))
     return pd.concat(rows, ignore_index=True)
 
 
-def match_type_gains(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray) -> pd.DataFrame:
+def match_type_gains(
+    name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray, resampling: Resampling
+) -> pd.DataFrame:
     """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
     rows = []
     for match_type in MATCH_TYPES:
@@ -159,11 +163,13 @@ def match_type_gains(name: str, bench: Benchmark, scores: metrics.Scores, start:
             metrics.single_patient(bench, s, match_type).query("metric == @metrics.AVERAGE") for s in (scores, start)
         )
         if not values.empty:
-            rows.append(intervals.gain_rows(name, "single", match_type, values, base))
+            rows.append(intervals.gain_rows(name, "single", match_type, values, base, resampling))
     return pd.concat(rows, ignore_index=True)
 
 
-def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarray) -> pd.DataFrame:
+def change_rows(
+    name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarray, resampling: Resampling
+) -> pd.DataFrame:
     """Single-Patient MAP and Multi-Patient R@100 of a changed recipe, and its gain on the plain one, with intervals."""
     rows = []
     for setting, metric, measure in (
@@ -171,7 +177,7 @@ def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarr
         ("multi", "R@100", metrics.multi_patient),
     ):
         values, base = (frame[frame["metric"] == metric] for frame in (measure(bench, scores), measure(bench, plain)))
-        gain = intervals.gain_rows(name, setting, "all", values, base).rename(columns={"ours": "gain"})
+        gain = intervals.gain_rows(name, setting, "all", values, base, resampling).rename(columns={"ours": "gain"})
         rows.append(gain.assign(ours=values["value"].mean()).drop(columns=["paper", "group"]))
     columns = ["system", "setting", "metric", "ours", "gain", "low", "high", "p"]
     return pd.concat(rows, ignore_index=True)[columns]
@@ -212,7 +218,7 @@ def run_seeds(profile: Profile, seeds: int) -> None:
 
             def make(name: str = name, recipe: Recipe = recipe) -> pd.DataFrame:
                 scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], bf16=True)
-                return match_type_rows(name, bench, scores, None)[["system", "group", "metric", "ours"]]
+                return match_type_rows(name, bench, scores, profile.resampling)[["system", "group", "metric", "ours"]]
 
             _record(path, key, make)
 
@@ -227,7 +233,11 @@ def run_changes(profile: Profile) -> None:
 
     for name, recipe in recipes.items():
         key = {"recipe": artifacts.digest(recipe), "profile": profile.name}
-        _record(path, key, lambda n=name, r=recipe: change_rows(n, bench, scores(r), scores(recipes[PLAIN])))
+        _record(
+            path,
+            key,
+            lambda n=name, r=recipe: change_rows(n, bench, scores(r), scores(recipes[PLAIN]), profile.resampling),
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -63,7 +63,7 @@ def _row(profile: Profile, train: Task, dev: linking.TestSet, config: PairConfig
     if config is not None:
         row |= {"learning rate": config.learning_rate, "scale": config.scale, "steps": config.max_steps,
                 "batch": config.batch_size, "false negatives masked": config.mask_false_negatives}  # fmt: skip
-    scores = intervals.result_rows("", "", "", ours, None if config is None else start, profile.seed)
+    scores = intervals.result_rows("", "", "", ours, profile.resampling, None if config is None else start)
     for score in scores.round(4).itertuples():
         row |= {score.metric: score.ours, f"{score.metric} low": score.low, f"{score.metric} high": score.high,
                 f"{score.metric} p": score.p}  # fmt: skip

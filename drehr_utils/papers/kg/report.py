@@ -39,7 +39,7 @@ def compare(
         for name in systems:
             setting = linking.zero_shot_setting(graphs_of(profile, name), test_set)
             base = None if name == against else values[against]
-            frames.append(intervals.result_rows(name, setting, group, values[name], base, seed=profile.seed))
+            frames.append(intervals.result_rows(name, setting, group, values[name], profile.resampling, base))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -71,7 +71,7 @@ def learnt(profile: Profile, name: str, test_set: TestSet) -> dict[str, float]:
         recall(profile, test_set, model).query("metric == 'R@1'")
         for model in ("start", trained_on_task(profile, name)[0])
     )
-    gain = intervals.gain_rows(name, "", "", after, before, seed=profile.seed).iloc[0]
+    gain = intervals.gain_rows(name, "", "", after, before, profile.resampling).iloc[0]
     change = after.set_index("search_id")["value"] - before.set_index("search_id")["value"]
     put = {"right": int((change > 0).sum()), "wrong": int((change < 0).sum())}
     return {"gain": gain["ours"], "p": gain["p"], **put, "mentions": len(change)}

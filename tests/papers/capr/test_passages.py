@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from drehr_utils import pipeline
+from drehr_utils.config import Resampling
 from drehr_utils.data.notes import Note
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.evaluation.tables import paper_figures
@@ -254,7 +255,7 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
         [("A", "T", "R@1", 70.0), ("half", "T", "R@1", 60.5), ("A", "T", "R@5", 1.0)],
         columns=["system", "group", "metric", "value"],
     )
-    report = Report(values, figures, {"all": "A"})
+    report = Report(values, figures, {"all": "A"}, Resampling())
     claim = report.compare("all", "half", "T")
     assert (claim.ours, claim.paper, claim.verdict) == (50.0, 9.5, "holds") and claim.p < 0.001
     assert report.compare("half", "all", "T").verdict == "holds"  # the paper has it below as well

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 from drehr_utils import artifacts, pipeline
-from drehr_utils.config import StageConfig
+from drehr_utils.config import Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES
 from drehr_utils.data.notes import Chunk
 from drehr_utils.evaluation import intervals, tables
@@ -162,13 +162,13 @@ def test_gains_carry_a_paired_interval():
     after = before + 2 + rng.normal(0, 3, 200)
     frames = [pd.DataFrame({"search_id": [f"q{i}@n" for i in range(200)], "query_id": [f"q{i}" for i in range(200)],
                             "query_type": "drug", "metric": "MAP", "value": v}) for v in (after, before)]  # fmt: skip
-    (row,) = intervals.gain_rows("x", "single", "all", *frames).to_dict("records")
+    (row,) = intervals.gain_rows("x", "single", "all", *frames, Resampling()).to_dict("records")
     low, high = scipy.stats.ttest_rel(after, before).confidence_interval()
     assert row["ours"] == pytest.approx(np.mean(after - before))
     assert row["low"] == pytest.approx(low, abs=0.15) and row["high"] == pytest.approx(high, abs=0.15)
     assert row["p"] < 0.001
     with pytest.raises(ValueError, match="other searches"):
-        intervals.gain_rows("x", "single", "all", frames[0], frames[1].head(10))
+        intervals.gain_rows("x", "single", "all", frames[0], frames[1].head(10), Resampling())
 
 
 def test_a_record_keeps_what_it_has_and_goes_on(tmp_path, capsys):
