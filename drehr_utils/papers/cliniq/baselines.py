@@ -190,7 +190,7 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
     if a.empty or b.empty:
         return found
     found["ours"] = float(a.mean() - b.mean())
-    both = pd.concat([a, b], axis=1, keys="ab").sort_index()
+    both = pd.concat([a, b], axis=1, keys=["a", "b"]).sort_index()
     clusters = {"queries": both.index.get_level_values("query_id"), "patients": both.index.get_level_values("patient")}
     parts = np.column_stack([both["a"].fillna(0), both["a"].notna(), both["b"].fillna(0), both["b"].notna()])
     draws = bootstrap(
