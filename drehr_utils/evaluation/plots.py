@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -179,62 +177,4 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
     ax.grid(axis="x", visible=False)
     if len(counts.columns) > 1:
         fig.legend(loc="outside right center", reverse=True)
-    return fig
-
-
-def similarity_histograms(similarities: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """For each name, the densities of two samples of cosines: relevant pairs and others; panels share their axes."""
-    fig, axes = plt.subplots(
-        1, len(similarities), figsize=(DOUBLE_COLUMN, 2.1), sharex=True, sharey=True, squeeze=False
-    )
-    bins = np.linspace(-0.2, 1, 41)
-    for ax, (name, samples) in zip(axes[0], similarities.items(), strict=True):
-        for values, label, color in zip(samples, ("relevant", "others"), PALETTE, strict=False):
-            ax.hist(values, bins, density=True, histtype="stepfilled", alpha=0.45, color=color, label=label)
-            ax.axvline(np.mean(values), color=color, linewidth=1)
-        ax.set_title(textwrap.fill(name, 16))
-    fig.supxlabel("Cosine of query and chunk", fontsize=8)
-    axes[0, 0].set_ylabel("Density")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    return fig
-
-
-def entity_map(places: Mapping[str, np.ndarray], concepts: Sequence[str]) -> Figure:
-    """2-D places of names [names, 2] under each model, a panel each; a concept's names share colour and marker."""
-    fig, axes = plt.subplots(1, len(places), figsize=(DOUBLE_COLUMN, 2.9), squeeze=False)
-    kinds = list(dict.fromkeys(concepts))
-    for ax, (name, points) in zip(axes[0], places.items(), strict=True):
-        for i, kind in enumerate(kinds):
-            chosen = np.array([concept == kind for concept in concepts])
-            ax.scatter(
-                *points[chosen].T,
-                s=14,
-                color=PALETTE[i % len(PALETTE)],
-                marker="os^Dv"[i // len(PALETTE) % 5],
-                label=kind,
-                linewidths=0,
-            )
-        ax.set_title(textwrap.fill(name, 20))
-        ax.set_xticks([])
-        ax.set_yticks([])
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return fig
-
-
-def recall_depth_plot(curves: pd.DataFrame) -> Figure:
-    """Recall (rows: depths, columns: systems) against the depth, on a logarithmic axis."""
-    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.6))
-    for i, system in enumerate(curves):
-        ax.plot(
-            curves.index,
-            curves[system],
-            color=PALETTE[i % len(PALETTE)],
-            linestyle=("-", "--", ":", "-.")[i % 4],
-            label=system,
-        )
-    ax.set_xscale("log")
-    ax.set_xlabel("depth k")
-    ax.set_ylabel("Multi-Patient recall at k, %")
-    ax.set_ylim(0, 100)
-    ax.legend()
     return fig
