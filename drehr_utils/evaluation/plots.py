@@ -74,6 +74,7 @@ def dot_interval_plot(
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
     names = list(dict.fromkeys(blocks[s] for s in systems)) if blocks is not None else []
+    diamond = {"marker": "D", "markerfacecolor": "white", "markeredgecolor": "#666666", "markersize": 4}
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
@@ -88,7 +89,7 @@ def dot_interval_plot(
                 ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
             ax.plot([row["low"], row["high"]], [y, y], color=colour)
             ax.plot(row["ours"], y, "o", color=colour, markersize=4)
-            ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
+            ax.plot(row["paper"], y, linestyle="", **diamond)
         if xlabel:
             ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
         ax.set_title(str(panel))
@@ -101,18 +102,7 @@ def dot_interval_plot(
     labels = {"ours, 95% interval": "#333333"} if blocks is None else dict(zip(names, PALETTE, strict=False))
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
-        shown.append(
-            plt.Line2D(
-                [],
-                [],
-                linestyle="",
-                marker="D",
-                markerfacecolor="white",
-                markeredgecolor="#666666",
-                markersize=4,
-                label="paper",
-            )
-        )
+        shown.append(plt.Line2D([], [], linestyle="", label="paper", **diamond))
     fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
     return fig
 
@@ -124,14 +114,8 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
     goes to a second panel.
     """
     rates = any("learning_rate" in history for history in histories.values())
-    fig, axes = plt.subplots(
-        1 + rates,
-        1,
-        figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates),
-        sharex=True,
-        squeeze=False,
-        height_ratios=[3, 1] if rates else [1],
-    )
+    size, heights = (SINGLE_COLUMN, 2.2 + 0.8 * rates), [3, 1] if rates else [1]
+    fig, axes = plt.subplots(1 + rates, 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     loss_axis: Axes = axes[0, 0]
     for i, (name, history) in enumerate(histories.items()):
         colour = PALETTE[i % len(PALETTE)]
@@ -158,16 +142,8 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
     bottom = pd.Series(0.0, index=counts.index)
     positions = range(len(counts))
     for i, column in enumerate(counts):
-        ax.bar(
-            positions,
-            values[column],
-            bottom=bottom,
-            width=0.7,
-            color=PALETTE[i % len(PALETTE)],
-            label=str(column),
-            edgecolor="white",
-            linewidth=0.4,
-        )
+        look = {"width": 0.7, "color": PALETTE[i % len(PALETTE)], "edgecolor": "white", "linewidth": 0.4}
+        ax.bar(positions, values[column], bottom=bottom, label=str(column), **look)
         bottom += values[column]
     for x, (top, total) in enumerate(zip(bottom, counts.sum(axis=1), strict=True)):
         ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)

@@ -134,18 +134,19 @@ def recipe_changes(profile: Profile) -> dict[str, Recipe]:
 # --- scores ------------------------------------------------------------------------------------------------------
 
 
+def _average(bench: Benchmark, scores: metrics.Scores, match_type: str) -> pd.DataFrame:
+    return metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
+
+
 def match_type_rows(
     name: str, bench: Benchmark, scores: metrics.Scores, resampling: Resampling, start: np.ndarray | None = None
 ) -> pd.DataFrame:
     """Table 5's cells of one system: the Average of MRR, NDCG and MAP by match type, as intervals.result_rows."""
     rows = []
-    for match_type in MATCH_TYPES:
-        values = metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
-        base = None
-        if start is not None:
-            base = metrics.single_patient(bench, start, match_type).query("metric == @metrics.AVERAGE")
+    for kind in MATCH_TYPES:
+        values, base = _average(bench, scores, kind), None if start is None else _average(bench, start, kind)
         if not values.empty:
-            rows.append(intervals.result_rows(name, "single", match_type, values, resampling, base))
+            rows.append(intervals.result_rows(name, "single", kind, values, resampling, base))
     return pd.concat(rows, ignore_index=True)
 
 
@@ -153,13 +154,8 @@ def match_type_gains(
     name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray, resampling: Resampling
 ) -> pd.DataFrame:
     """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
-    rows = []
-    for match_type in MATCH_TYPES:
-        values, base = (
-            metrics.single_patient(bench, s, match_type).query("metric == @metrics.AVERAGE") for s in (scores, start)
-        )
-        if not values.empty:
-            rows.append(intervals.gain_rows(name, "single", match_type, values, base, resampling))
+    pairs = {kind: (_average(bench, scores, kind), _average(bench, start, kind)) for kind in MATCH_TYPES}
+    rows = [intervals.gain_rows(name, "single", k, *pair, resampling) for k, pair in pairs.items() if len(pair[0])]
     return pd.concat(rows, ignore_index=True)
 
 
@@ -171,10 +167,9 @@ def change_rows(bench: Benchmark, scores: np.ndarray, plain: np.ndarray, resampl
         ("multi", "R@100", metrics.multi_patient),
     ):
         values, base = (frame[frame["metric"] == metric] for frame in (measure(bench, scores), measure(bench, plain)))
-        gain = intervals.gain_rows("", setting, "all", values, base, resampling).rename(columns={"ours": "gain"})
+        gain = intervals.gain_rows("", setting, "all", values, base, resampling).assign(gain=lambda row: row["ours"])
         rows.append(gain.assign(ours=values["value"].mean()))
-    columns = ["setting", "metric", "ours", "gain", "low", "high", "p"]
-    return pd.concat(rows, ignore_index=True)[columns]
+    return pd.concat(rows, ignore_index=True)[["setting", "metric", "ours", "gain", "low", "high", "p"]]
 
 
 # --- the committed records ---------------------------------------------------------------------------------------
@@ -211,12 +206,8 @@ def run_changes(profile: Profile, remake: bool = False) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (twenty minutes each)"
-    )
-    parser.add_argument(
-        "--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)"
-    )
+    parser.add_argument("--seeds", type=int, default=0, help="Table 5's ablation with so many seeds (20 minutes each)")
+    parser.add_argument("--changes", action="store_true", help="each change of the published recipe (30 minutes)")
     parser.add_argument("--share", type=float, help="of the published steps (default: the profile's; 1 takes hours)")
     parser.add_argument("--remake", action="store_true", help="make again what the record holds")
     parser.add_argument("--profile", default="open")

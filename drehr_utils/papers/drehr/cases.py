@@ -98,13 +98,8 @@ def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str,
     """Cosine of query and relevant span, a row a case and a column a model (Table 7's second figure)."""
     spans = [benchmark.corpus[c][s:e] for c, s, e in cases[["chunk_id", "start", "end"]].itertuples(index=False)]
     queries = [benchmark.queries[q] for q in cases["query_id"]]
-    return pd.DataFrame(
-        {
-            system: (encoders.encode(model, queries) * encoders.encode(model, spans)).sum(axis=1)
-            for system, model in models.items()
-        },
-        index=cases.index,
-    )
+    found = {s: (encoders.encode(m, queries) * encoders.encode(m, spans)).sum(axis=1) for s, m in models.items()}
+    return pd.DataFrame(found, index=cases.index)
 
 
 def span_percentiles(
@@ -113,13 +108,8 @@ def span_percentiles(
     """How many of `others`, relevant spans of any judgments, are less similar to a case's query than its own span, in
     percent: what span_cosines can't say where training has moved all cosines up. A row a case, a column a model."""
     own, queries = span_cosines(cases, benchmark, models), [benchmark.queries[q] for q in cases["query_id"]]
-    return pd.DataFrame(
-        {
-            system: 100
-            * (
-                encoders.encode(model, queries) @ encoders.encode(model, list(others)).T < own[[system]].to_numpy()
-            ).mean(axis=1)
-            for system, model in models.items()
-        },
-        index=cases.index,
-    )
+    below = {}
+    for system, model in models.items():
+        cosines = encoders.encode(model, queries) @ encoders.encode(model, list(others)).T
+        below[system] = 100 * (cosines < own[[system]].to_numpy()).mean(axis=1)
+    return pd.DataFrame(below, index=cases.index)
