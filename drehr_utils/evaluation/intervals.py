@@ -1,81 +1,144 @@
-"""Intervals, paired tests, and the long-form rows of every results table (CliniQ §4.3; DR.EHR §4.3)."""
+"""Intervals, paired tests, and the long-form rows of every results table (CliniQ §4.3; DR.EHR §4.3).
+
+A Single-Patient search is of a patient and of a query, and neither the searches of one patient nor those of one query
+(in several patients) are independent, so both are resampled:
+
+- Interval: a draw takes patients with replacement and, by itself, queries; a search counts as often as its patient
+  times as often as its query (the pigeonhole bootstrap: Owen, 2007). Such draws spread too widely, for they count what
+  a search has on its own three times; so their deviations are scaled to the standard error for two-way clusters
+  (V_patients + V_queries - V_searches, each by jackknife: Cameron, Gelbach and Miller, 2011; MacKinnon, Nielsen and
+  Webb, 2024).
+- Paired test: the signs of a patient's differences flip together, and the mean is divided by that standard error, in
+  which the queries are seen (the wild cluster bootstrap: MacKinnon, Nielsen and Webb, 2021). Flipping by patient and by
+  query and taking the larger p would miss that both effects add up.
+
+Where one level holds the other (Multi-Patient Retrieval: a query is its own cluster, the field's convention of drawing
+topics) there is one level: its clusters are drawn, and its signs flip, as ever.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
-import scipy.stats
+import scipy.sparse
 
+from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark
 from drehr_utils.evaluation.metrics import Scores, multi_patient, single_patient
 
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
 
 
-def bootstrap_interval(
-    values: np.ndarray, groups: np.ndarray | None = None, n: int = 1000, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """95% percentile bootstrap interval of the mean: (low, high) of `values` [searches] or [searches, metrics].
+def bootstrap(
+    parts: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    resampling: Resampling,
+    queries: np.ndarray | None = None,
+    patients: np.ndarray | None = None,
+) -> np.ndarray:
+    """Bootstrap draws [samples, ...] of `statistic`, a function of sums [..., columns] of `parts` [searches, columns].
 
-    `groups` [searches] are query ids: queries are drawn, each with all its searches, since a query's searches in
-    several patients aren't independent. NaN where there are fewer than two queries to draw from.
-    """
-    sums, counts = _cluster_sums(values, groups)
-    if len(counts) < 2:
-        nan = np.full(sums.shape[1:], np.nan)
-        return nan, nan
-    counts = np.broadcast_to(counts.reshape(-1, *[1] * (sums.ndim - 1)), sums.shape)
-    interval = scipy.stats.bootstrap(
-        (sums, counts),
-        lambda s, c, axis: s.sum(axis=axis) / c.sum(axis=axis),
-        n_resamples=n,
-        paired=True,
-        axis=0,
-        vectorized=True,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return interval.low, interval.high
+    `queries` and `patients` [searches] are ids; without either, searches are drawn. NaN where there are fewer than two
+    clusters to draw from, or a draw of which the statistic is none (no search of one side)."""
+    parts, levels = np.asarray(parts, dtype=float), _levels(len(parts), queries, patients)
+    rng = np.random.default_rng(resampling.seed)
+    sizes = [level.max(initial=-1) + 1 for level in levels]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if min(sizes) < 2:
+            return np.full((resampling.samples, *statistic(parts.sum(axis=0)).shape), np.nan)
+        weights = [_drawn(rng, size, resampling.samples) for size in sizes[:2]]
+        if len(levels) == 1:
+            return statistic(weights[0] @ _cluster_sums(parts, levels[0]))
+        crossed = [((weights[0] @ _table(column, *levels)) * weights[1]).sum(axis=1) for column in parts.T]
+        draws, measured = statistic(np.stack(crossed, axis=1)), statistic(parts.sum(axis=0))
+        error = np.sqrt(_two_way(*(_jackknife(parts, level, statistic) for level in levels)))
+        scale = error / np.nanstd(draws, axis=0)
+        return measured + (draws - measured) * np.where(np.isfinite(scale), scale, 1)
+
+
+def percentile_interval(draws: np.ndarray) -> np.ndarray:
+    """The 95% interval [2, ...] of bootstrap draws [samples, ...]: low, high; NaN where all of them are."""
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        return np.nanpercentile(draws, [2.5, 97.5], axis=0)
+
+
+def bootstrap_interval(
+    values: np.ndarray,
+    resampling: Resampling,
+    queries: np.ndarray | None = None,
+    patients: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """95% percentile bootstrap interval of the mean: (low, high) of `values` [searches] or [searches, metrics]."""
+    values = np.asarray(values, dtype=float)
+    parts = np.column_stack([values, np.ones(len(values))])
+    draws = bootstrap(parts, lambda sums: sums[..., :-1] / sums[..., -1:], resampling, queries, patients)
+    low, high = percentile_interval(draws.reshape(len(draws), *values.shape[1:]))
+    return low, high
 
 
 def paired_randomization_test(
-    a: np.ndarray, b: np.ndarray, groups: np.ndarray | None = None, n: int = 10_000, seed: int = 0
+    a: np.ndarray,
+    b: np.ndarray,
+    resampling: Resampling,
+    queries: np.ndarray | None = None,
+    patients: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Two-sided p of the paired randomization test of mean(a) = mean(b): (as extreme + 1) / (n + 1).
+    """Two-sided p of the paired randomization test of mean(a) = mean(b): (as extreme + 1) / (randomizations + 1).
 
-    `a`, `b` are [searches] or [searches, metrics], aligned; the signs of a query's differences (`groups`) flip
-    together. (scipy.stats.permutation_test tests the same, takes three times as long, and one metric at a time.)
+    `a`, `b` are [searches] or [searches, metrics], aligned. (scipy.stats.permutation_test tests the same for one level
+    of clusters, takes three times as long, and one metric at a time.)
     """
     a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if a.shape != b.shape:
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; both need the same searches in the same order")
-    differences, _ = _cluster_sums(a - b, groups)
-    observed = np.abs(differences.sum(axis=0))
-    rng = np.random.default_rng(seed)
-    extreme = np.zeros_like(observed)
-    for start in range(0, n, 2000):
-        draws = min(2000, n - start)
-        signs = rng.integers(0, 2, (draws, len(differences)), dtype=np.int8) * 2.0 - 1.0
+    levels, differences = _levels(len(a), queries, patients), (a - b).reshape(len(a), -1)
+    sums = _cluster_sums(differences, levels[0])
+    patient, search = (np.square(_cluster_sums(differences, levels[at])).sum(axis=0) for at in (0, -1))
+    tables = [_table(column, *levels) for column in differences.T] if len(levels) > 1 else []
+    products = [(table @ table.T).toarray() for table in tables]  # of patients, summed over queries
+
+    def extremity(signs: np.ndarray) -> np.ndarray:
+        """|sum of differences| of `signs` [draws, clusters], in standard errors where two levels cross."""
+        found = np.abs(signs @ sums)
+        if products:
+            query = np.stack([((signs @ product) * signs).sum(axis=1) for product in products], axis=1)
+            spread = _two_way(patient, query, search)
+            found /= np.sqrt(np.where(spread > 0, spread, 1))
+        return found
+
+    observed = extremity(np.ones((1, len(sums))))
+    rng, extreme = np.random.default_rng(resampling.seed), np.zeros(differences.shape[1])
+    for start in range(0, resampling.randomizations, 2000):
+        draws = min(2000, resampling.randomizations - start)
+        signs = rng.integers(0, 2, (draws, len(sums)), dtype=np.int8) * 2.0 - 1.0
         # The tolerance counts a draw that equals the observed sum up to rounding, as it must.
-        extreme += (np.abs(signs @ differences) >= observed * (1 - 1e-12) - 1e-9).sum(axis=0)
-    return (extreme + 1) / (n + 1)
+        extreme += (extremity(signs) >= observed * (1 - 1e-12) - 1e-9).sum(axis=0)
+    return ((extreme + 1) / (resampling.randomizations + 1)).reshape(a.shape[1:])[()]
 
 
 def result_rows(
-    name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame | None = None, seed: int = 0
+    name: str,
+    setting: str,
+    group: str,
+    values: pd.DataFrame,
+    resampling: Resampling,
+    start: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
     """Per-search values as long-form rows (RESULT_COLUMNS), one a metric: mean, 95% interval, p against `start`.
 
     `start` holds another system's values of the same searches; p is empty without it. `paper` is left empty.
     """
     metrics = list(dict.fromkeys(values["metric"]))
-    groups, matrix = _matrix(values, metrics)
-    low, high = bootstrap_interval(matrix, groups, seed=seed)
+    matrix, clusters = _matrix(values, metrics)
+    low, high = bootstrap_interval(matrix, resampling, **clusters)
     p = np.full(len(metrics), np.nan)
     if start is not None:
         if set(start["search_id"]) != set(values["search_id"]):
             raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
-        p = paired_randomization_test(matrix, _matrix(start, metrics)[1], groups, seed=seed)
+        p = paired_randomization_test(matrix, _matrix(start, metrics)[0], resampling, **clusters)
     return pd.DataFrame(
         {
             "system": name,
@@ -92,20 +155,19 @@ def result_rows(
 
 
 def gain_rows(
-    name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame, seed: int = 0
+    name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame, resampling: Resampling
 ) -> pd.DataFrame:
     """What a system gains on `start`, the values of another on the same searches, as result_rows: `ours` is the mean
     difference, `low` and `high` its paired 95% bootstrap interval, `p` the paired randomization test's."""
-    paired = values.merge(start, on=["search_id", "query_id", "query_type", "metric"], suffixes=("", " of start"))
+    paired = values.merge(start, on=[c for c in values if c != "value"], suffixes=("", " of start"))
     if len(paired) != len(values) or len(paired) != len(start):
         raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
     differences = paired.assign(value=paired["value"] - paired["value of start"])
-    rows = result_rows(name, setting, group, differences, seed=seed)
-    return rows.assign(p=result_rows(name, setting, group, values, start, seed)["p"].to_numpy())
+    return result_rows(name, setting, group, differences, resampling, differences.assign(value=0.0))
 
 
 def evaluate_system(
-    name: str, benchmark: Benchmark, scores: Scores, start: Scores | None = None, seed: int = 0
+    name: str, benchmark: Benchmark, scores: Scores, resampling: Resampling, start: Scores | None = None
 ) -> pd.DataFrame:
     """A system's long-form rows (RESULT_COLUMNS): both settings, all queries and each query type, each match type.
 
@@ -122,20 +184,54 @@ def evaluate_system(
     for match_type in MATCH_TYPES:
         base = None if start is None else single_patient(benchmark, start, match_type)
         frames.append(("single", match_type, single_patient(benchmark, scores, match_type), base))
-    rows = [result_rows(name, *frame, seed=seed) for frame in frames if not frame[2].empty]
+    rows = [result_rows(name, *frame, resampling, base) for *frame, base in frames if not frame[2].empty]
     return pd.concat(rows, ignore_index=True)
 
 
-def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    wide = values.pivot(index=["search_id", "query_id"], columns="metric", values="value")[metrics]
-    return wide.index.get_level_values("query_id").to_numpy(), wide.to_numpy()
+def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Values [searches, metrics], and the searches' queries and, where the frame has them, patients."""
+    keys = [key for key in ("search_id", "query_id", "patient") if key in values]
+    wide = values.pivot(index=keys, columns="metric", values="value")[metrics]
+    named = {"query_id": "queries", "patient": "patients"}
+    return wide.to_numpy(), {named[key]: wide.index.get_level_values(key).to_numpy() for key in keys[1:]}
 
 
-def _cluster_sums(values: np.ndarray, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    values = np.asarray(values, dtype=float)
-    if groups is None:
-        return values, np.ones(len(values))
-    _, index = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
-    sums = np.zeros((index.max(initial=-1) + 1, *values.shape[1:]))
-    np.add.at(sums, index, values)
-    return sums, np.bincount(index).astype(float)
+def _levels(n: int, queries: np.ndarray | None, patients: np.ndarray | None) -> list[np.ndarray]:
+    """The levels' cluster numbers [searches]: patients, queries, where they cross; or the one that holds the other."""
+    given = [np.unique(np.asarray(ids, str), return_inverse=True)[1] for ids in (patients, queries) if ids is not None]
+    if len(given) < 2:
+        return given or [np.arange(n)]
+    patient, query = given
+    both = np.unique(np.stack(given), axis=1, return_inverse=True)[1].ravel()
+    patients_n, queries_n, crossings = (level.max(initial=-1) + 1 for level in (patient, query, both))
+    if crossings == queries_n:  # a query has one patient
+        return [patient]
+    return [query] if crossings == patients_n else [patient, query, both]
+
+
+def _drawn(rng: np.random.Generator, clusters: int, samples: int) -> np.ndarray:
+    """How often each cluster is drawn with replacement: float [samples, clusters]."""
+    drawn = rng.integers(0, clusters, (samples, clusters)) + clusters * np.arange(samples)[:, None]
+    return np.bincount(drawn.ravel(), minlength=samples * clusters).reshape(samples, clusters).astype(float)
+
+
+def _cluster_sums(values: np.ndarray, cluster: np.ndarray) -> np.ndarray:
+    sums = np.zeros((cluster.max(initial=-1) + 1, values.shape[1]))
+    np.add.at(sums, cluster, values)
+    return sums
+
+
+def _table(column: np.ndarray, patient: np.ndarray, query: np.ndarray, *_: np.ndarray) -> scipy.sparse.csr_array:
+    """The column's sums [patients, queries]."""
+    return scipy.sparse.csr_array((column, (patient, query)))
+
+
+def _two_way(patient: np.ndarray, query: np.ndarray, both: np.ndarray) -> np.ndarray:
+    """The variance under both levels of clusters from those under each, and where they cross; never below one alone."""
+    return np.maximum(np.maximum(patient, query), patient + query - both)
+
+
+def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Variance of a statistic of sums, by leaving out each cluster in turn."""
+    total, sums = parts.sum(axis=0), _cluster_sums(parts, cluster)
+    return (1 - 1 / len(sums)) * np.square(statistic(total - sums) - statistic(total)).sum(axis=0)

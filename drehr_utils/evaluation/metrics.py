@@ -21,13 +21,14 @@ from drehr_utils.search.fusion import rank, reciprocal_rank_fusion, tie_keys
 SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note has few chunks (CliniQ §4.3)
 MULTI_METRICS = {"MRR": RR, "NDCG@10": nDCG @ 10, "R@100": R @ 100}
 Scores = np.ndarray | tuple[np.ndarray, ...]
+COLUMNS = ["search_id", "query_id", "query_type", "patient", "metric", "value"]
 AVERAGE = "Average"  # of the setting's three metrics: what DR.EHR's Tables 5 and 6 print
 
 _BATCH = 256  # queries turned into dictionaries at a time: bounds memory at CliniQ's 1,246 x 16,550 scores
 
 
 def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None = None) -> pd.DataFrame:
-    """Single-Patient Retrieval: one row a search and metric, `search_id, query_id, query_type, metric, value`.
+    """Single-Patient Retrieval: a row (COLUMNS) for each search and metric; `patient` is the note's.
 
     A search is a (patient, query) pair, so a query asked for many patients weighs more: the paper averages over
     searches ("nearly 28k"). `scores` [queries, chunks] are over the whole corpus; each search reads its note's part.
@@ -37,20 +38,21 @@ def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None 
     columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
     rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
     ties = tie_keys(benchmark.queries, benchmark.corpus)
-    qrels, run, query_of = {}, {}, {}
+    qrels, run, asked = {}, {}, {}
     for task in single_patient_tasks(benchmark, match_type):
         row = rows[task.query_id]
         pool = np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
         order = _order([matrix[row, pool] for matrix in matrices], ties[row, pool])
         run[task.search_id] = {task.chunk_ids[i]: float(-place) for place, i in enumerate(order)}
         qrels[task.search_id] = task.relevant
-        query_of[task.search_id] = task.query_id
-    return _frame(benchmark, SINGLE_METRICS, ir_measures.iter_calc(SINGLE_METRICS.values(), qrels, run), query_of)
+        asked[task.search_id] = (task.query_id, task.note_id)
+    return _frame(benchmark, SINGLE_METRICS, ir_measures.iter_calc(SINGLE_METRICS.values(), qrels, run), asked)
 
 
 def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
     """Multi-Patient Retrieval: each query that has a relevant chunk, over the whole corpus; rows as single_patient's.
 
+    A query belongs to no one patient, so `patient` is the query itself: intervals draw queries, as the field does.
     Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients without the code aren't judged beyond string
     matches, and count as not relevant (CliniQ §3.3, Limitations).
     """
@@ -69,7 +71,7 @@ def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
             qrels = {query_id: benchmark.qrels[query_id] for query_id in ids}
             yield from ir_measures.iter_calc(MULTI_METRICS.values(), qrels, run)
 
-    return _frame(benchmark, MULTI_METRICS, values(), {query_id: query_id for _, query_id in asked})
+    return _frame(benchmark, MULTI_METRICS, values(), {query_id: (query_id, query_id) for _, query_id in asked})
 
 
 def means(values: pd.DataFrame) -> pd.Series:
@@ -116,17 +118,18 @@ def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
     return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
 
 
-def _frame(benchmark: Benchmark, metrics: dict, values: Iterable, query_of: dict[str, str]) -> pd.DataFrame:
+def _frame(benchmark: Benchmark, metrics: dict, values: Iterable, asked: dict) -> pd.DataFrame:
+    """`asked`: search id -> query id, patient."""
     names = {measure: name for name, measure in metrics.items()}
-    found: dict[str, dict[str, float]] = {search_id: {} for search_id in query_of}
+    found: dict[str, dict[str, float]] = {search_id: {} for search_id in asked}
     for value in values:
         found[value.query_id][names[value.measure]] = 100 * value.value
     rows = []
-    for search_id, query_id in query_of.items():
+    for search_id, (query_id, patient) in asked.items():
         scores = [found[search_id][name] for name in metrics]
         for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
-            rows.append((search_id, query_id, benchmark.query_types[query_id], name, score))
-    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+            rows.append((search_id, query_id, benchmark.query_types[query_id], patient, name, score))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _order(runs: list[np.ndarray], ties: np.ndarray) -> np.ndarray:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -76,6 +74,7 @@ def dot_interval_plot(
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
     names = list(dict.fromkeys(blocks[s] for s in systems)) if blocks is not None else []
+    diamond = {"marker": "D", "markerfacecolor": "white", "markeredgecolor": "#666666", "markersize": 4}
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
@@ -90,7 +89,7 @@ def dot_interval_plot(
                 ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
             ax.plot([row["low"], row["high"]], [y, y], color=colour)
             ax.plot(row["ours"], y, "o", color=colour, markersize=4)
-            ax.plot(row["paper"], y, "D", markerfacecolor="white", markeredgecolor="#666666", markersize=4)
+            ax.plot(row["paper"], y, linestyle="", **diamond)
         if xlabel:
             ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
         ax.set_title(str(panel))
@@ -103,18 +102,7 @@ def dot_interval_plot(
     labels = {"ours, 95% interval": "#333333"} if blocks is None else dict(zip(names, PALETTE, strict=False))
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
-        shown.append(
-            plt.Line2D(
-                [],
-                [],
-                linestyle="",
-                marker="D",
-                markerfacecolor="white",
-                markeredgecolor="#666666",
-                markersize=4,
-                label="paper",
-            )
-        )
+        shown.append(plt.Line2D([], [], linestyle="", label="paper", **diamond))
     fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
     return fig
 
@@ -126,14 +114,8 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
     goes to a second panel.
     """
     rates = any("learning_rate" in history for history in histories.values())
-    fig, axes = plt.subplots(
-        1 + rates,
-        1,
-        figsize=(SINGLE_COLUMN, 2.2 + 0.8 * rates),
-        sharex=True,
-        squeeze=False,
-        height_ratios=[3, 1] if rates else [1],
-    )
+    size, heights = (SINGLE_COLUMN, 2.2 + 0.8 * rates), [3, 1] if rates else [1]
+    fig, axes = plt.subplots(1 + rates, 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     loss_axis: Axes = axes[0, 0]
     for i, (name, history) in enumerate(histories.items()):
         colour = PALETTE[i % len(PALETTE)]
@@ -160,16 +142,8 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
     bottom = pd.Series(0.0, index=counts.index)
     positions = range(len(counts))
     for i, column in enumerate(counts):
-        ax.bar(
-            positions,
-            values[column],
-            bottom=bottom,
-            width=0.7,
-            color=PALETTE[i % len(PALETTE)],
-            label=str(column),
-            edgecolor="white",
-            linewidth=0.4,
-        )
+        look = {"width": 0.7, "color": PALETTE[i % len(PALETTE)], "edgecolor": "white", "linewidth": 0.4}
+        ax.bar(positions, values[column], bottom=bottom, label=str(column), **look)
         bottom += values[column]
     for x, (top, total) in enumerate(zip(bottom, counts.sum(axis=1), strict=True)):
         ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)
@@ -179,62 +153,4 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
     ax.grid(axis="x", visible=False)
     if len(counts.columns) > 1:
         fig.legend(loc="outside right center", reverse=True)
-    return fig
-
-
-def similarity_histograms(similarities: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """For each name, the densities of two samples of cosines: relevant pairs and others; panels share their axes."""
-    fig, axes = plt.subplots(
-        1, len(similarities), figsize=(DOUBLE_COLUMN, 2.1), sharex=True, sharey=True, squeeze=False
-    )
-    bins = np.linspace(-0.2, 1, 41)
-    for ax, (name, samples) in zip(axes[0], similarities.items(), strict=True):
-        for values, label, color in zip(samples, ("relevant", "others"), PALETTE, strict=False):
-            ax.hist(values, bins, density=True, histtype="stepfilled", alpha=0.45, color=color, label=label)
-            ax.axvline(np.mean(values), color=color, linewidth=1)
-        ax.set_title(textwrap.fill(name, 16))
-    fig.supxlabel("Cosine of query and chunk", fontsize=8)
-    axes[0, 0].set_ylabel("Density")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    return fig
-
-
-def entity_map(places: Mapping[str, np.ndarray], concepts: Sequence[str]) -> Figure:
-    """2-D places of names [names, 2] under each model, a panel each; a concept's names share colour and marker."""
-    fig, axes = plt.subplots(1, len(places), figsize=(DOUBLE_COLUMN, 2.9), squeeze=False)
-    kinds = list(dict.fromkeys(concepts))
-    for ax, (name, points) in zip(axes[0], places.items(), strict=True):
-        for i, kind in enumerate(kinds):
-            chosen = np.array([concept == kind for concept in concepts])
-            ax.scatter(
-                *points[chosen].T,
-                s=14,
-                color=PALETTE[i % len(PALETTE)],
-                marker="os^Dv"[i // len(PALETTE) % 5],
-                label=kind,
-                linewidths=0,
-            )
-        ax.set_title(textwrap.fill(name, 20))
-        ax.set_xticks([])
-        ax.set_yticks([])
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return fig
-
-
-def recall_depth_plot(curves: pd.DataFrame) -> Figure:
-    """Recall (rows: depths, columns: systems) against the depth, on a logarithmic axis."""
-    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.6))
-    for i, system in enumerate(curves):
-        ax.plot(
-            curves.index,
-            curves[system],
-            color=PALETTE[i % len(PALETTE)],
-            linestyle=("-", "--", ":", "-.")[i % 4],
-            label=system,
-        )
-    ax.set_xscale("log")
-    ax.set_xlabel("depth k")
-    ax.set_ylabel("Multi-Patient recall at k, %")
-    ax.set_ylim(0, 100)
-    ax.legend()
     return fig

@@ -30,27 +30,33 @@ class Record:
 
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)
-        if not path.exists():
-            return pd.DataFrame(columns=list(self.keys))
-        return pd.read_csv(path, dtype=dict.fromkeys(self.keys, str), keep_default_na=True)
+        return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=self.keys)
 
     def add(
-        self, profile: Profile, key: dict[str, str], make: Callable[[], pd.DataFrame], remake: bool = False
+        self,
+        profile: Profile,
+        key: dict[str, str | int | float],
+        make: Callable[[], pd.DataFrame],
+        remake: bool = False,
     ) -> bool:
-        """Adds `make()`'s rows under `key` with minutes, date and machine, unless they are there (`remake`: in their
-        place); all other rows stay. Whether it made them."""
+        """Adds `make()`'s rows, to 4 decimals, with `key`, minutes, date and machine; whether it made them.
+
+        `key` holds `keys` and what else must be the same, the digest of what makes the rows. Rows with this key stay as
+        they are (`remake`: are replaced); rows with the same `keys` alone are out of date and are replaced."""
         done = self.read(profile)
-        there = (done[list(key)] == pd.Series(key)).all(axis=1) if len(done) else pd.Series(dtype=bool)
-        if there.any() and not remake:
+        same = done[list(key)] == pd.Series(dict(key)) if len(done) else pd.DataFrame(columns=list(key), dtype=bool)
+        if same.all(axis=1).any() and not remake:
             return False
         begun = time.time()
-        rows = make()
+        rows = make().round(4)
         about = {
             "minutes": round((time.time() - begun) / 60, 1),
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {describe_device()}",
         }
-        rows = pd.DataFrame(key, index=rows.index).join(rows.assign(**about))
-        table = pd.concat([done[~there] if there.any() else done, rows], ignore_index=True)
+        rows = pd.DataFrame(dict(key), index=rows.index).join(rows).assign(**about)
+        kept = done[~same[list(self.keys)].all(axis=1)]
+        table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
         files.write_atomically(self.path(profile), table.to_csv(index=False).encode())
+        print(f"{self.name}: {', '.join(map(str, key.values()))} ({about['minutes']} min)", flush=True)
         return True

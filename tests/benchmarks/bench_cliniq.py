@@ -31,7 +31,7 @@ def main() -> None:
     measured = time.perf_counter() - wall, time.process_time() - cpu
     wall, cpu = time.perf_counter(), time.process_time()
     for name, matrices in scores.items():
-        intervals.evaluate_system(name, bench, matrices, scores[baselines.SPARSE])
+        intervals.evaluate_system(name, bench, matrices, profile.resampling, scores[baselines.SPARSE])
     result = {
         "single_patient_systems": len(scores),
         "single_patient_searches": searches,

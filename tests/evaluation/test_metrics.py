@@ -1,4 +1,4 @@
-"""Metrics by hand, by pytrec_eval and by sentence-transformers; intervals and tests against scipy and simulation."""
+"""Metrics by hand, by pytrec_eval and by sentence-transformers."""
 
 from math import log2
 
@@ -9,13 +9,6 @@ import pytrec_eval
 import scipy.stats
 
 from drehr_utils.data.benchmark import Benchmark, Patient, load_benchmark, single_patient_tasks, subset
-from drehr_utils.evaluation.intervals import (
-    RESULT_COLUMNS,
-    bootstrap_interval,
-    evaluate_system,
-    paired_randomization_test,
-    result_rows,
-)
 from drehr_utils.evaluation.metrics import hubness, means, multi_patient, recall_by_depth, single_patient
 from drehr_utils.profiles import ROOT
 from drehr_utils.search.bm25 import BM25
@@ -60,6 +53,7 @@ def test_single_patient_by_hand(toy):
     assert found == pytest.approx({**expected, "Average": sum(expected.values()) / 3})
     # q1 in B: B_0, B_1*;  q2 in B: B_0*, B_1
     assert by_metric(values, "q1@B")["MAP"] == 50 and by_metric(values, "q2@B")["MAP"] == 100
+    assert values.drop_duplicates("search_id")["patient"].tolist() == ["A", "B", "B"]
     # The mean is over searches, so q1 counts twice.
     assert means(values)["MRR"] == pytest.approx((50 + 50 + 100) / 3)
 
@@ -80,6 +74,7 @@ def test_multi_patient_by_hand(toy):
     expected = {"MRR": 50, "NDCG@10": 100 * ndcg, "R@100": 100}
     assert by_metric(values, "q1") == pytest.approx({**expected, "Average": sum(expected.values()) / 3})
     assert by_metric(values, "q2")["MRR"] == 25
+    assert (values["patient"] == values["query_id"]).all()  # a query is of no one patient
 
 
 def test_equals_pytrec_eval_on_random_scores_with_ties(dev):
@@ -194,104 +189,6 @@ def test_wrong_scores_are_refused(toy):
         multi_patient(toy, TOY_SCORES * np.nan)
 
 
-def test_bootstrap_against_a_loop_and_theory():
-    rng = np.random.default_rng(0)
-    values = rng.normal(50, 20, 300)
-    low, high = bootstrap_interval(values, n=2000)
-    drawn = [values[rng.integers(0, 300, 300)].mean() for _ in range(4000)]
-    np.testing.assert_allclose([low, high], np.percentile(drawn, [2.5, 97.5]), atol=0.3)
-    np.testing.assert_allclose([low, high], values.mean() + np.array([-1.96, 1.96]) * 20 / 300**0.5, atol=0.5)
-    assert bootstrap_interval(values, n=2000) == (low, high)
-    columns = bootstrap_interval(np.stack([values, 2 * values], axis=1), n=2000)
-    np.testing.assert_allclose(columns, [[low, 2 * low], [high, 2 * high]])
-
-
-def test_bootstrap_draws_whole_queries():
-    values = np.random.default_rng(1).normal(size=100)
-    groups = np.array([f"q{i:03}" for i in range(100)])
-    alone = bootstrap_interval(values)
-    # Copies of a search say nothing new: the interval stays. Drawn one by one, they'd narrow it.
-    copies = bootstrap_interval(np.repeat(values, 4), np.repeat(groups, 4))
-    np.testing.assert_allclose(copies, alone)
-    narrow = bootstrap_interval(np.repeat(values, 4))
-    assert narrow[1] - narrow[0] < 0.6 * (alone[1] - alone[0])
-    assert np.isnan(bootstrap_interval(values[:3], ["q", "q", "q"])).all()
-
-
-def test_bootstrap_covers():
-    rng = np.random.default_rng(2)
-    inside = 0
-    for _ in range(200):  # 40 queries of 1 to 5 correlated searches around 0
-        sizes = rng.integers(1, 6, 40)
-        values = np.repeat(rng.normal(size=40), sizes) + rng.normal(scale=0.3, size=sizes.sum())
-        low, high = bootstrap_interval(values, np.repeat(np.arange(40), sizes), n=400)
-        inside += low <= 0 <= high
-    assert 0.88 < inside / 200 < 0.99
-
-
-def test_randomization_against_the_exact_test():
-    rng = np.random.default_rng(3)
-    a, b = rng.normal(0.4, 1, 12), rng.normal(0, 1, 12)
-    exact = scipy.stats.permutation_test((a - b,), np.mean, permutation_type="samples", n_resamples=np.inf)
-    p = paired_randomization_test(a, b, n=20_000)
-    assert p == pytest.approx(exact.pvalue, abs=0.012)
-    assert paired_randomization_test(b, a, n=20_000) == p
-    both = paired_randomization_test(np.stack([a, 3 * a], 1), np.stack([b, 3 * b], 1), n=20_000)
-    np.testing.assert_array_equal(both, p)
-
-
-def test_randomization_is_uniform_under_the_null_and_sees_a_difference():
-    rng = np.random.default_rng(4)
-    null, shifted, naive = [], [], []
-    for _ in range(200):
-        sizes = rng.integers(1, 6, 40)
-        groups = np.repeat(np.arange(40), sizes)
-        start = rng.normal(size=sizes.sum())
-        difference = rng.normal(size=40)[groups]
-        null.append(paired_randomization_test(start + difference, start, groups, n=499))
-        naive.append(paired_randomization_test(start + difference, start, n=499))
-        shifted.append(paired_randomization_test(start + difference + 1, start, groups, n=499))
-    assert scipy.stats.kstest(null, "uniform").pvalue > 0.01
-    assert np.mean(np.array(naive) < 0.05) > 0.15  # what ignoring the queries would claim
-    assert np.mean(np.array(shifted) < 0.01) > 0.9
-
-
-def test_randomization_edges():
-    a = np.arange(20.0)
-    assert paired_randomization_test(a, a, n=99) == 1
-    assert paired_randomization_test(a + 1, a, n=999) == 1 / 1000  # never 0
-    with pytest.raises(ValueError, match="same searches"):
-        paired_randomization_test(a, a[:3])
-
-
-def test_evaluate_system_rows(dev):
-    part = subset(dev, 6)
-    start = BM25(part.corpus.values()).scores(part.queries.values())
-    better = start.copy()
-    column = {chunk_id: i for i, chunk_id in enumerate(part.corpus)}
-    for row, query_id in enumerate(part.queries):
-        for chunk_id in part.qrels.get(query_id, {}):
-            better[row, column[chunk_id]] += 100
-    rows = evaluate_system("oracle", part, better, start)
-    assert list(rows.columns) == RESULT_COLUMNS and not rows.duplicated(RESULT_COLUMNS[:4]).any()
-    assert len(rows) == 4 * (2 * 4 + 5) and set(rows["setting"]) == {"single", "multi"}
-    one = rows.set_index(["setting", "group", "metric"])
-    assert one.loc[("single", "all", "MAP"), "ours"] == 100 and one.loc[("multi", "all", "MRR"), "ours"] == 100
-    assert one.loc[("single", "all", "MAP"), "p"] < 0.001 and one.loc[("single", "string", "MAP"), "p"] == 1
-    alone = evaluate_system("BM25", part, start)
-    assert alone["p"].isna().all() and (alone["low"] <= alone["ours"]).all() and (alone["ours"] <= alone["high"]).all()
-    expected = means(single_patient(part, start).query("query_type == 'drug'"))
-    drug = alone.query("setting == 'single' and group == 'drug'").set_index("metric")["ours"]
-    np.testing.assert_allclose(drug[expected.index], expected)
-    pd.testing.assert_frame_equal(alone, evaluate_system("BM25", part, start))
-    values = single_patient(part, start)
-    shuffled = values.sample(frac=1, random_state=0)
-    tested = result_rows("x", "single", "all", single_patient(part, better), shuffled)
-    np.testing.assert_allclose(tested["p"], rows.query("setting == 'single' and group == 'all'")["p"])
-    with pytest.raises(ValueError, match="start has other searches"):
-        result_rows("x", "single", "all", values, values.query("query_id != @values.query_id[0]"))
-
-
 def test_hubness():
     even = hubness(np.eye(8), k=1)
     assert (even.top1_share, even.distinct_top1, even.skewness) == (1 / 8, 8, 0)
@@ -302,16 +199,13 @@ def test_hubness():
     assert hub.skewness == pytest.approx(scipy.stats.skew([0, 0, 0, 6, 0, 0, 1, 1]))
 
 
-def test_groups_without_a_search_have_no_row(toy):
-    assert single_patient(toy, TOY_SCORES, "hyponym").empty
-    rows = evaluate_system("x", toy, TOY_SCORES, TOY_SCORES)
-    assert set(rows["group"]) == {"all", "disease", "drug", "string", "synonym"} and rows["ours"].notna().all()
-    assert rows.query("group == 'synonym'")["low"].isna().all()  # one query: nothing to draw from
-
-
 def test_recall_by_depth_agrees_with_ir_measures(dev):
     """At depth 100 it is multi_patient's R@100; it never falls, and the whole corpus holds everything."""
     scores = np.random.default_rng(0).normal(size=(len(dev.queries), len(dev.corpus)))
     found = recall_by_depth(dev, scores, [1, 10, 100, 10_000])
     assert found[100] == pytest.approx(means(multi_patient(dev, scores))["R@100"])
     assert found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
+
+
+def test_a_match_type_without_a_search_has_no_row(toy):
+    assert single_patient(toy, TOY_SCORES, "hyponym").empty

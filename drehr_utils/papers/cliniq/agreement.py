@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import scipy.stats
 from sklearn.metrics import accuracy_score, cohen_kappa_score
 
-from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap_interval
+from drehr_utils.config import Resampling
+from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, bootstrap_interval, percentile_interval
 from drehr_utils.evaluation.tables import paper_figures
 from drehr_utils.papers.cliniq.judging import NOT_RELEVANT, Pair, combine_judgments
 
@@ -31,29 +31,17 @@ def kappa_from_counts(counts: np.ndarray) -> np.ndarray:
 
 
 def kappa_interval(
-    a: Sequence[bool], b: Sequence[bool], notes: Sequence[str], n: int = 1000, seed: int = 0
+    a: Sequence[bool], b: Sequence[bool], notes: Sequence[str], resampling: Resampling
 ) -> tuple[float, float]:
     """95% percentile bootstrap interval of kappa; whole notes are drawn, for a note's pairs aren't independent."""
     a, b = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
-    _, note = np.unique(np.asarray(notes, dtype=str), return_inverse=True)
     cells = np.stack([a & b, a & ~b, ~a & b, ~a & ~b], axis=1)
-    counts = np.zeros((note.max() + 1, 4))
-    np.add.at(counts, note, cells)
-    if len(counts) < 2:
-        return float("nan"), float("nan")
-    interval = scipy.stats.bootstrap(
-        (np.arange(len(counts)),),
-        lambda drawn, axis: kappa_from_counts(counts[drawn].sum(axis=-2)),
-        n_resamples=n,
-        vectorized=True,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
+    low, high = percentile_interval(bootstrap(cells, kappa_from_counts, resampling, patients=np.asarray(notes)))
+    return float(low), float(high)
 
 
 def agreement_rows(
-    name: str, first: dict[Pair, str], second: dict[Pair, str], pairs: Sequence[Pair], n: int = 1000, seed: int = 0
+    name: str, first: dict[Pair, str], second: dict[Pair, str], pairs: Sequence[Pair], resampling: Resampling
 ) -> pd.DataFrame:
     """Table 2's two rows of a comparison in RESULT_COLUMNS, times 100: kappa for relevance, accuracy for match types.
 
@@ -62,10 +50,10 @@ def agreement_rows(
     first, second = ({p: t for p, t in judge.items() if t != NOT_RELEVANT} for judge in (first, second))
     notes = np.array([chunk_id.rpartition("_")[0] for _, chunk_id in pairs])
     a, b = (np.array([pair in judge for pair in pairs]) for judge in (first, second))
-    kappa = (relevance_kappa(a, b), *kappa_interval(a, b, notes, n, seed))
+    kappa = (relevance_kappa(a, b), *kappa_interval(a, b, notes, resampling))
     types = [(first[pair], second[pair]) for pair, both in zip(pairs, a & b, strict=True) if both]
     same = np.array([float(x == y) for x, y in types])
-    low, high = bootstrap_interval(same, notes[a & b], n, seed)
+    low, high = bootstrap_interval(same, resampling, patients=notes[a & b])
     accuracy = (float(accuracy_score(*zip(*types, strict=True))), float(low), float(high))
     rows = [
         (name, "", group, metric, np.nan, *(100 * value for value in values), np.nan)
@@ -74,7 +62,7 @@ def agreement_rows(
     return pd.DataFrame(rows, columns=RESULT_COLUMNS)
 
 
-def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], n: int = 1000, seed: int = 0) -> pd.DataFrame:
+def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], resampling: Resampling) -> pd.DataFrame:
     """CliniQ's Table 2 times 100: two judges with each other, each with the final judgments, and the paper's figures.
 
     `judges` are the first, the second and the adjudicator's labels (judging.combine_judgments); of a single judge
@@ -88,7 +76,7 @@ def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], n: int = 10
             ("Judge A with the final", first, final),
             ("Judge B with the final", second, final),
         ):
-            frames.append(agreement_rows(name, a, b, pairs, n, seed))
+            frames.append(agreement_rows(name, a, b, pairs, resampling))
     paper = paper_figures("cliniq", 2)
     frames.append(paper.assign(paper=100 * paper["value"]).reindex(columns=RESULT_COLUMNS))
     return pd.concat(frames, ignore_index=True)

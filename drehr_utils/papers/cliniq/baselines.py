@@ -9,14 +9,13 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-import scipy.stats
 
 from drehr_utils import pipeline
-from drehr_utils.config import START
+from drehr_utils.config import START, Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.evaluation.intervals import RESULT_COLUMNS, paired_randomization_test
+from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, paired_randomization_test, percentile_interval
 from drehr_utils.evaluation.metrics import Scores, means, multi_patient, single_patient
 from drehr_utils.knowledge import graph as graph_module
 from drehr_utils.knowledge import vocabularies
@@ -179,39 +178,27 @@ class Measured:
         return float(values[metric]) if len(values) else float("nan")
 
 
-def difference(
-    a: pd.DataFrame, b: pd.DataFrame, metric: str, n: int = 1000, randomizations: int = 10_000, seed: int = 0
-) -> dict[str, float]:
-    """`ours` = mean(a) - mean(b) of a metric, its 95% bootstrap interval over queries (`low`, `high`), and `p`.
+def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resampling) -> dict[str, float]:
+    """`ours` = mean(a) - mean(b) of a metric, its 95% bootstrap interval (`low`, `high`), and `p`.
 
-    `a` and `b` are evaluation's per-search frames. Queries are drawn with all their searches in both, so the two may
-    hold different searches (two match types); p, of the paired randomization test, is then NaN.
+    `a` and `b` are evaluation's per-search frames. A draw is the same for both, so they may hold different searches
+    (two match types); p, of the paired randomization test, is then NaN.
     """
-    a, b = (frame[frame["metric"] == metric].set_index("search_id") for frame in (a, b))
-    queries = sorted({*a["query_id"], *b["query_id"]})
+    keys = ["search_id", "query_id", "patient"]
+    a, b = (frame[frame["metric"] == metric].set_index(keys)["value"] for frame in (a, b))
     found = dict.fromkeys(("ours", "low", "high", "p"), float("nan"))
     if a.empty or b.empty:
         return found
-    found["ours"] = float(a["value"].mean() - b["value"].mean())
-    if len(queries) < 2:  # nothing to draw from
-        return found
-    parts = []
-    for frame in (a, b):
-        groups = frame.groupby("query_id")["value"].agg(["sum", "size"]).reindex(queries, fill_value=0.0)
-        parts += [groups["sum"].to_numpy(float), groups["size"].to_numpy(float)]
-
-    def statistic(sum_a, size_a, sum_b, size_b, axis):
-        with np.errstate(invalid="ignore"):  # a draw without any search of one side
-            return sum_a.sum(axis=axis) / size_a.sum(axis=axis) - sum_b.sum(axis=axis) / size_b.sum(axis=axis)
-
-    drawn = scipy.stats.bootstrap(
-        parts, statistic, n_resamples=n, paired=True, axis=0, vectorized=True, method="percentile",
-        rng=np.random.default_rng(seed),
-    ).bootstrap_distribution  # fmt: skip
-    found["low"], found["high"] = map(float, np.nanpercentile(drawn, [2.5, 97.5]))
-    if set(a.index) == set(b.index):
-        paired, groups = b.loc[a.index, "value"].to_numpy(), a["query_id"].to_numpy()
-        found["p"] = float(paired_randomization_test(a["value"].to_numpy(), paired, groups, randomizations, seed))
+    found["ours"] = float(a.mean() - b.mean())
+    both = pd.concat([a, b], axis=1, keys=["a", "b"]).sort_index()
+    clusters = {"queries": both.index.get_level_values("query_id"), "patients": both.index.get_level_values("patient")}
+    parts = np.column_stack([both["a"].fillna(0), both["a"].notna(), both["b"].fillna(0), both["b"].notna()])
+    draws = bootstrap(
+        parts, lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], resampling, **clusters
+    )
+    found["low"], found["high"] = map(float, percentile_interval(draws))
+    if both.notna().all(axis=None) and not np.isnan(found["low"]):
+        found["p"] = float(paired_randomization_test(both["a"], both["b"], resampling, **clusters))
     return found
 
 
@@ -272,9 +259,7 @@ def findings_table(
     findings: Sequence[Finding],
     measured: Measured,
     names: Mapping[str, str],
-    n: int = 1000,
-    randomizations: int = 10_000,
-    seed: int = 0,
+    resampling: Resampling,
 ) -> pd.DataFrame:
     """One row a finding: RESULT_COLUMNS with the claim, what is compared, its sign and our verdict.
 
@@ -302,9 +287,8 @@ def findings_table(
             b_paper = min((m for m in MATCH_TYPES if m != f.group), key=lambda m: theirs(f.b, f.setting, m, f.metric))
             paper_b = theirs(f.b, f.setting, b_paper, f.metric)
         ours = difference(
-            measured.values(f.a, f.setting, f.group), measured.values(b, f.setting, b_group), f.metric, n,
-            randomizations, seed,
-        )  # fmt: skip
+            measured.values(f.a, f.setting, f.group), measured.values(b, f.setting, b_group), f.metric, resampling
+        )
         compared = f"{f.a} − {b}" if not f.b_group else f"{f.a}: {f.group} − {b_group}"
         row = {"system": compared, "setting": f.setting, "group": f.group, "metric": f.metric, **ours}
         row["paper"] = theirs(f.a, f.setting, f.group, f.metric) - paper_b

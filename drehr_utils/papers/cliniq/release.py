@@ -32,6 +32,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.errors import DataError
@@ -210,7 +211,7 @@ def string_share(release: Release, benchmark: Benchmark) -> float:
 
 def table1(benchmark: Benchmark) -> pd.DataFrame:
     """CliniQ's Table 1 of the joined benchmark, the paper's beside it: equal where release and MIMIC are theirs."""
-    return tables.with_paper(statistics_rows(benchmark), tables.paper_figures("cliniq", 1), append=False)
+    return tables.with_paper(statistics_rows(benchmark, Resampling()), tables.paper_figures("cliniq", 1), append=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

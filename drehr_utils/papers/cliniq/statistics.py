@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap_interval
 from drehr_utils.evaluation.plots import PALETTE, SINGLE_COLUMN
@@ -21,7 +22,7 @@ def _long(rows: list[tuple]) -> pd.DataFrame:
     return pd.DataFrame(blank, columns=RESULT_COLUMNS)
 
 
-def statistics_rows(benchmark: Benchmark, n: int = 1000, seed: int = 0) -> pd.DataFrame:
+def statistics_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFrame:
     """CliniQ's Table 1 in RESULT_COLUMNS, `metric` count: averages per patient (single) and totals (multi).
 
     A query counts where it has a relevant chunk: of the patient's own, in the note (its Single-Patient searches);
@@ -41,7 +42,7 @@ def statistics_rows(benchmark: Benchmark, n: int = 1000, seed: int = 0) -> pd.Da
     totals = {"patient record": len(benchmark.patients), **dict(zip(groups, counts.sum(axis=0), strict=True))}
     totals["query"] = len(benchmark.qrels)
     totals.update({t: sum(benchmark.query_types[q] == t for q in benchmark.qrels) for t in QUERY_TYPES})
-    low, high = bootstrap_interval(counts, n=n, seed=seed)
+    low, high = bootstrap_interval(counts, resampling)
     rows = [("multi", "patient record", "count", float(totals["patient record"]), np.nan, np.nan)]
     for i, group in enumerate(groups):
         rows.append(("single", group, "count", counts[:, i].mean(), low[i], high[i]))
@@ -96,7 +97,7 @@ def match_type_counts(benchmark: Benchmark) -> pd.DataFrame:
     return pd.DataFrame([[counts[t, kind] for kind in MATCH_TYPES] for t in QUERY_TYPES], QUERY_TYPES, MATCH_TYPES)
 
 
-def share_rows(benchmark: Benchmark, n: int = 1000, seed: int = 0) -> pd.DataFrame:
+def share_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFrame:
     """Shares (%) of each match type in the relevant pairs of a query type, and of all, with intervals over queries."""
     judged = [
         (benchmark.query_types[q], q, kind) for q, of_q in benchmark.match_types.items() for kind in of_q.values()
@@ -108,7 +109,7 @@ def share_rows(benchmark: Benchmark, n: int = 1000, seed: int = 0) -> pd.DataFra
         if part.empty:
             continue
         is_kind = 100.0 * (part["kind"].to_numpy()[:, None] == np.array(MATCH_TYPES)[None, :])
-        low, high = bootstrap_interval(is_kind, part["query"].to_numpy(), n, seed)
+        low, high = bootstrap_interval(is_kind, resampling, part["query"].to_numpy())
         shares = is_kind.mean(axis=0)
         rows += [("", group, f"{kind} (%)", shares[i], low[i], high[i]) for i, kind in enumerate(MATCH_TYPES)]
     return _long(rows)

@@ -3,33 +3,29 @@
     python -m drehr_utils.papers.drehr.ablations --seeds 3    # Table 5's with three seeds: data/ablation_seeds.csv
     python -m drehr_utils.papers.drehr.ablations --changes    # each change alone, on dev: data/recipe_changes.csv
 
-Both records are committed, grow by a row set at a time, and go on where they were cut off; `--remake` starts them
-anew. Notebooks 05 and 09 show them.
+Both records are committed, grow by a row set at a time, and go on where they were cut off; `--remake` makes all of it
+again. Notebooks 05 and 09 show them.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import scipy.optimize
 
 from drehr_utils import artifacts, pipeline
-from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.config import Recipe, Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.evaluation import intervals, metrics
-from drehr_utils.profiles import ROOT, Profile, load_profile
-from drehr_utils.training import encoders
+from drehr_utils.evaluation.records import Record
+from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
 
-SEEDS, CHANGES = ROOT / "data/ablation_seeds.csv", ROOT / "data/recipe_changes.csv"
+SEEDS, CHANGES = Record("ablation_seeds.csv", ("seed", "system")), Record("recipe_changes.csv", ("system",))
 WITHOUT, CONTROL = "w/o stage I", "w/o stage I, as many steps in all"
 STAGE1_ROWS = ("+ String Match", "+ Abbreviation", "+ KG-Synonym", "+ KG-Hypernym", "+ KG-Related")
 PLAIN, TOGETHER = "plain recipe", "all together"
@@ -138,32 +134,32 @@ def recipe_changes(profile: Profile) -> dict[str, Recipe]:
 # --- scores ------------------------------------------------------------------------------------------------------
 
 
-def match_type_rows(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray | None) -> pd.DataFrame:
+def _average(bench: Benchmark, scores: metrics.Scores, match_type: str) -> pd.DataFrame:
+    return metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
+
+
+def match_type_rows(
+    name: str, bench: Benchmark, scores: metrics.Scores, resampling: Resampling, start: np.ndarray | None = None
+) -> pd.DataFrame:
     """Table 5's cells of one system: the Average of MRR, NDCG and MAP by match type, as intervals.result_rows."""
     rows = []
-    for match_type in MATCH_TYPES:
-        values = metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
-        base = None
-        if start is not None:
-            base = metrics.single_patient(bench, start, match_type).query("metric == @metrics.AVERAGE")
+    for kind in MATCH_TYPES:
+        values, base = _average(bench, scores, kind), None if start is None else _average(bench, start, kind)
         if not values.empty:
-            rows.append(intervals.result_rows(name, "single", match_type, values, base))
+            rows.append(intervals.result_rows(name, "single", kind, values, resampling, base))
     return pd.concat(rows, ignore_index=True)
 
 
-def match_type_gains(name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray) -> pd.DataFrame:
+def match_type_gains(
+    name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray, resampling: Resampling
+) -> pd.DataFrame:
     """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
-    rows = []
-    for match_type in MATCH_TYPES:
-        values, base = (
-            metrics.single_patient(bench, s, match_type).query("metric == @metrics.AVERAGE") for s in (scores, start)
-        )
-        if not values.empty:
-            rows.append(intervals.gain_rows(name, "single", match_type, values, base))
+    pairs = {kind: (_average(bench, scores, kind), _average(bench, start, kind)) for kind in MATCH_TYPES}
+    rows = [intervals.gain_rows(name, "single", k, *pair, resampling) for k, pair in pairs.items() if len(pair[0])]
     return pd.concat(rows, ignore_index=True)
 
 
-def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarray) -> pd.DataFrame:
+def change_rows(bench: Benchmark, scores: np.ndarray, plain: np.ndarray, resampling: Resampling) -> pd.DataFrame:
     """Single-Patient MAP and Multi-Patient R@100 of a changed recipe, and its gain on the plain one, with intervals."""
     rows = []
     for setting, metric, measure in (
@@ -171,75 +167,49 @@ def change_rows(name: str, bench: Benchmark, scores: np.ndarray, plain: np.ndarr
         ("multi", "R@100", metrics.multi_patient),
     ):
         values, base = (frame[frame["metric"] == metric] for frame in (measure(bench, scores), measure(bench, plain)))
-        gain = intervals.gain_rows(name, setting, "all", values, base).rename(columns={"ours": "gain"})
-        rows.append(gain.assign(ours=values["value"].mean()).drop(columns=["paper", "group"]))
-    columns = ["system", "setting", "metric", "ours", "gain", "low", "high", "p"]
-    return pd.concat(rows, ignore_index=True)[columns]
+        gain = intervals.gain_rows("", setting, "all", values, base, resampling).assign(gain=lambda row: row["ours"])
+        rows.append(gain.assign(ours=values["value"].mean()))
+    return pd.concat(rows, ignore_index=True)[["setting", "metric", "ours", "gain", "low", "high", "p"]]
 
 
 # --- the committed records ---------------------------------------------------------------------------------------
 
 
-def _place(profile: Profile, path: Path) -> Path:
-    """The committed record under `open`; another profile's goes to its cache."""
-    return path if profile.in_place else profile.cache / path.name
-
-
-def _record(path: Path, key: dict, make: Callable[[], pd.DataFrame]) -> None:
-    """Appends `make()`'s rows under `key`, which the record's first columns hold, unless they are there."""
-    done = pd.read_csv(path, dtype=dict.fromkeys(key, str)) if path.exists() else pd.DataFrame(columns=list(key))
-    if (done[list(key)] == pd.Series(key)).all(axis=1).any():
-        return
-    begin = time.time()
-    rows = make().round(4)
-    about = {"minutes": round((time.time() - begin) / 60, 1), "date": datetime.date.today().isoformat(),
-             "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
-    rows = rows.assign(**about)
-    for at, (name, value) in enumerate(key.items()):
-        rows.insert(at, name, value)
-    pd.concat([done, rows], ignore_index=True).to_csv(path, index=False)
-    print(f"{path.name}: {', '.join(key.values())} ({about['minutes']} min)", flush=True)
-
-
-def run_seeds(profile: Profile, seeds: int) -> None:
+def run_seeds(profile: Profile, seeds: int, remake: bool = False) -> None:
     """Table 5's ablation and its control on test for each seed, into the record."""
-    path = _place(profile, SEEDS)
-    bench = pipeline.benchmark(profile, "test")
+    bench, recipes = pipeline.benchmark(profile, "test"), stage1_ablation(profile) | {CONTROL: control(profile)}
     for seed in range(seeds):
-        for name, recipe in (stage1_ablation(profile) | {CONTROL: control(profile)}).items():
+        for name, recipe in recipes.items():
             recipe = with_seed(recipe, seed)
-            key = {"recipe": artifacts.digest(recipe), "seed": str(seed)}
 
             def make(name: str = name, recipe: Recipe = recipe) -> pd.DataFrame:
                 scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], bf16=True)
-                return match_type_rows(name, bench, scores, None)[["system", "group", "metric", "ours"]]
+                return match_type_rows(name, bench, scores, profile.resampling)[["group", "metric", "ours"]]
 
-            _record(path, key, make)
+            SEEDS.add(profile, {"recipe": artifacts.digest(recipe), "seed": seed, "system": name}, make, remake)
 
 
-def run_changes(profile: Profile) -> None:
+def run_changes(profile: Profile, remake: bool = False) -> None:
     """Each change of the recipe on dev, into the record."""
-    path = _place(profile, CHANGES)
     bench, recipes = pipeline.benchmark(profile, "dev"), recipe_changes(profile)
 
-    def scores(recipe: Recipe) -> np.ndarray:
-        return pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], "dev", bf16=True)
+    def scores(name: str) -> np.ndarray:
+        return pipeline.model_scores(profile, pipeline.train_recipe(profile, recipes[name])[0], "dev", bf16=True)
 
     for name, recipe in recipes.items():
-        key = {"recipe": artifacts.digest(recipe), "profile": profile.name}
-        _record(path, key, lambda n=name, r=recipe: change_rows(n, bench, scores(r), scores(recipes[PLAIN])))
+
+        def make(name: str = name) -> pd.DataFrame:
+            return change_rows(bench, scores(name), scores(PLAIN), profile.resampling)
+
+        CHANGES.add(profile, {"recipe": artifacts.digest(recipe), "system": name}, make, remake)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seeds", type=int, default=0, help="Table 5's ablation with this many seeds (twenty minutes each)"
-    )
-    parser.add_argument(
-        "--changes", action="store_true", help="each change of the published recipe, on dev (30 minutes)"
-    )
+    parser.add_argument("--seeds", type=int, default=0, help="Table 5's ablation with so many seeds (20 minutes each)")
+    parser.add_argument("--changes", action="store_true", help="each change of the published recipe (30 minutes)")
     parser.add_argument("--share", type=float, help="of the published steps (default: the profile's; 1 takes hours)")
-    parser.add_argument("--remake", action="store_true", help="forget what the record holds")
+    parser.add_argument("--remake", action="store_true", help="make again what the record holds")
     parser.add_argument("--profile", default="open")
     options = parser.parse_args(arguments)
     if not options.seeds and not options.changes:
@@ -249,14 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
     profile = load_profile(options.profile)
     if options.share:
         profile = replace(profile, ablation_share=options.share)
-    for wanted, path, run in (
-        (options.seeds, SEEDS, lambda: run_seeds(profile, options.seeds)),
-        (options.changes, CHANGES, lambda: run_changes(profile)),
-    ):
-        if wanted:
-            if options.remake:
-                _place(profile, path).unlink(missing_ok=True)
-            run()
+    run_seeds(profile, options.seeds, options.remake)
+    if options.changes:
+        run_changes(profile, options.remake)
 
 
 if __name__ == "__main__":

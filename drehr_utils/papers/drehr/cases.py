@@ -6,10 +6,8 @@ most between two systems, and likewise the one that lost most.
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -25,18 +23,10 @@ SHORT_WORDS = 4  # a relevant span of more words is no case
 KEYS = ["query_id", "chunk_id", "match_type"]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Characters of a chunk."""
-
-    start: int
-    end: int
-
-
 def relevant_span(
     query: str, text: str, match_type: str, kg: KnowledgeGraph, matcher: EntityMatcher, max_words: int = SHORT_WORDS
-) -> Span | None:
-    """The first words of `text` that explain the judgment, as far as the graph can tell; None where it can't.
+) -> slice | None:
+    """Where `text` first has words that explain the judgment, as far as the graph can tell; None where it can't.
 
     String: the query itself. Synonym and abbreviation: another name of a concept that the query names, one that the
     graph has for an abbreviation or not; either where it doesn't say which of the concept's names are. Hyponym: a name
@@ -44,7 +34,7 @@ def relevant_span(
     query's, in either direction. Both texts are lower-case."""
     if match_type == "string":
         found = re.search(rf"(?<!\w){re.escape(query)}(?!\w)", text)
-        return Span(*found.span()) if found and len(query.split()) <= max_words else None
+        return slice(*found.span()) if found and len(query.split()) <= max_words else None
     asked = set(kg.cuis(query))
     below = {narrow for cui in asked for narrow in kg.hyponyms(cui)}
     below |= {narrow for cui in below for narrow in kg.hyponyms(cui)}
@@ -59,7 +49,7 @@ def relevant_span(
             "implication": bool(named & joined or asked & {o for cui in named for _, o in kg.related(cui)}),
         }[match_type]
         if explains and match.term != query and len(match.term.split()) <= max_words:
-            return Span(match.start, match.end)
+            return slice(match.start, match.end)
     return None
 
 
@@ -90,7 +80,7 @@ def with_spans(judged: pd.DataFrame, benchmark: Benchmark, kg: KnowledgeGraph, m
         for q, c, kind in judged[KEYS].itertuples(index=False)
     ]
     kept = np.array([span is not None for span in spans], dtype=bool)
-    places = [(span.start, span.end) for span in spans if span is not None]
+    places = [(span.start, span.stop) for span in spans if span is not None]
     return judged[kept].assign(start=[s for s, _ in places], end=[e for _, e in places])
 
 
@@ -108,13 +98,8 @@ def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str,
     """Cosine of query and relevant span, a row a case and a column a model (Table 7's second figure)."""
     spans = [benchmark.corpus[c][s:e] for c, s, e in cases[["chunk_id", "start", "end"]].itertuples(index=False)]
     queries = [benchmark.queries[q] for q in cases["query_id"]]
-    return pd.DataFrame(
-        {
-            system: (encoders.encode(model, queries) * encoders.encode(model, spans)).sum(axis=1)
-            for system, model in models.items()
-        },
-        index=cases.index,
-    )
+    found = {s: (encoders.encode(m, queries) * encoders.encode(m, spans)).sum(axis=1) for s, m in models.items()}
+    return pd.DataFrame(found, index=cases.index)
 
 
 def span_percentiles(
@@ -123,21 +108,8 @@ def span_percentiles(
     """How many of `others`, relevant spans of any judgments, are less similar to a case's query than its own span, in
     percent: what span_cosines can't say where training has moved all cosines up. A row a case, a column a model."""
     own, queries = span_cosines(cases, benchmark, models), [benchmark.queries[q] for q in cases["query_id"]]
-    return pd.DataFrame(
-        {
-            system: 100
-            * (
-                encoders.encode(model, queries) @ encoders.encode(model, list(others)).T < own[[system]].to_numpy()
-            ).mean(axis=1)
-            for system, model in models.items()
-        },
-        index=cases.index,
-    )
-
-
-def snippet(text: str, span: Span, words: int = 8) -> str:
-    """The span in bold with some words on either side, as HTML."""
-    before, after = text[: span.start].split(" "), text[span.end :].split(" ")
-    left, right = " ".join(before[-words - 1 :]), " ".join(after[: words + 1])
-    marked = f"{html.escape(left)}<b>{html.escape(text[span.start : span.end])}</b>{html.escape(right)}"
-    return f"{'... ' if len(before) > words + 1 else ''}{marked}{' ...' if len(after) > words + 1 else ''}"
+    below = {}
+    for system, model in models.items():
+        cosines = encoders.encode(model, queries) @ encoders.encode(model, list(others)).T
+        below[system] = 100 * (cosines < own[[system]].to_numpy()).mean(axis=1)
+    return pd.DataFrame(below, index=cases.index)

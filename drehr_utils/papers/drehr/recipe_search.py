@@ -9,9 +9,6 @@ The record, data/dev_search.csv, is what notebook 05 shows. The test split is ne
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +19,11 @@ from drehr_utils import artifacts, pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import benchmark
 from drehr_utils.evaluation import medquad, metrics
-from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.evaluation.records import Record
+from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.training import encoders, losses
 
-RECORD = ROOT / "data/dev_search.csv"
-KEYS = ["candidate", "own_share", "recipe"]
+RECORD = Record("dev_search.csv", ("candidate", "own_share"))
 GUARD = ["MedQuAD R@1", "MedQuAD R@5"]
 
 _BOTH = StageConfig(positives_per_chunk=16, batch_size=32, epochs=1, both_ways=True, mask_false_negatives=True)
@@ -110,34 +107,26 @@ def transfer_scores(profile: Profile, folder: Path, own_share: float) -> dict[st
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--remake", action="store_true", help="forget the record and score every candidate again")
+    parser.add_argument("--remake", action="store_true", help="score again what the record holds")
     parser.add_argument("--only", help="the candidate of this name")
     parser.add_argument(
         "--shares", default="1,0.6", help="shares of the trained weights in the average (default 1,0.6)"
     )
     parser.add_argument("--profile", default="open")
     options = parser.parse_args(arguments)
-    profile = load_profile(options.profile)
-    record = pd.read_csv(RECORD) if RECORD.exists() and not options.remake else pd.DataFrame(columns=KEYS)
+    profile, shares = load_profile(options.profile), [float(share) for share in options.shares.split(",")]
+    if options.only and options.only not in candidates(profile):
+        parser.error(f"no candidate {options.only!r}; there are {', '.join(candidates(profile))}")
     for name, recipe in candidates(profile).items():
-        if options.only and name != options.only:
-            continue
-        for share in map(float, options.shares.split(",")):
-            plain = replace(recipe, own_share=1.0)
-            key = artifacts.digest(plain)
-            known = (record["candidate"] == name) & (record["own_share"] == share)
-            if (known & (record["recipe"] == key)).any():
-                continue
-            start = time.time()
-            folder, _ = pipeline.train_recipe(profile, plain)
-            minutes = (time.time() - start) / 60
-            row = {"candidate": name, "own_share": share, "recipe": key, **dev_scores(profile, folder, share)}
-            row |= transfer_scores(profile, folder, share)
-            row |= {"minutes": round(minutes, 1), "date": datetime.date.today().isoformat(),
-                    "machine": f"{platform.machine()}, {encoders.describe_device()}"}  # fmt: skip
-            record = pd.concat([record[~known], pd.DataFrame([row])], ignore_index=True)
-            record.to_csv(RECORD, index=False)
-            print({k: v for k, v in row.items() if k != "machine"}, flush=True)
+        for share in shares if options.only in (None, name) else ():
+            recipe = replace(recipe, own_share=1.0)
+
+            def make(recipe: Recipe = recipe, share: float = share) -> pd.DataFrame:
+                folder, _ = pipeline.train_recipe(profile, recipe)
+                return pd.DataFrame([dev_scores(profile, folder, share) | transfer_scores(profile, folder, share)])
+
+            key = {"candidate": name, "own_share": share, "recipe": artifacts.digest(recipe)}
+            RECORD.add(profile, key, make, options.remake)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from drehr_utils import pipeline
+from drehr_utils.config import Resampling
 from drehr_utils.evaluation import intervals
 from drehr_utils.knowledge.negation import polarity
 from drehr_utils.papers.radiology.retrieval import Score
@@ -92,7 +93,7 @@ def denial_above(task: PolarityTask, scores: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
 
 
-def awareness_rows(task: PolarityTask, setting: str, systems: dict[str, Score]) -> pd.DataFrame:
+def awareness_rows(task: PolarityTask, setting: str, systems: dict[str, Score], resampling: Resampling) -> pd.DataFrame:
     """Long-form rows of denial_above for X, NO_X and SHIFT; p against the starting encoder, which must be among the
     systems."""
     values: dict[str, dict[str, pd.DataFrame]] = {}
@@ -107,5 +108,5 @@ def awareness_rows(task: PolarityTask, setting: str, systems: dict[str, Score]) 
     for system, by_group in values.items():
         for group, found in by_group.items():
             start = None if system == pipeline.START else values[pipeline.START][group]
-            frames.append(intervals.result_rows(system, setting, group, found, start))
+            frames.append(intervals.result_rows(system, setting, group, found, resampling, start))
     return pd.concat(frames, ignore_index=True)

@@ -11,6 +11,7 @@ import pandas as pd
 from ir_measures import AP, Rprec
 from sentence_transformers import SentenceTransformer
 
+from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, is_negative, unique_sentences
@@ -42,13 +43,15 @@ def query_values(task: SentenceQueries, scores: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
 
 
-def result_rows(system: str, setting: str, values: pd.DataFrame, start: pd.DataFrame | None = None) -> pd.DataFrame:
+def result_rows(
+    system: str, setting: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """Long-form rows (intervals.RESULT_COLUMNS) for positive, negative and all queries; p against `start`."""
     frames = []
     for group in ("positive", "negative", "all"):
         part, base = (f if f is None or group == "all" else f[f["query_type"] == group] for f in (values, start))
         if len(part):
-            frames.append(intervals.result_rows(system, setting, group, part, base))
+            frames.append(intervals.result_rows(system, setting, group, part, resampling, base))
     return pd.concat(frames, ignore_index=True)
 
 

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from drehr_utils import pipeline
+from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import Benchmark, Patient, load_benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals, metrics
@@ -48,8 +49,8 @@ SCORES = np.array([[6, 5, 4, 3, 2, 1, 0, 0], [6, 5, 4, 3, 2, 1, 7, 8]], dtype=fl
 
 
 def frame(values, metric="MRR"):
-    rows = [(f"{q}@{n}", q, "drug", metric, v) for (q, n), v in values.items()]
-    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    rows = [(f"{q}@{n}", q, "drug", n, metric, v) for (q, n), v in values.items()]
+    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "patient", "metric", "value"])
 
 
 def test_match_type_pools_by_hand(toy):
@@ -93,13 +94,15 @@ def test_a_paired_difference_is_the_bootstrap_of_differences():
     keys = [(f"q{i:02}", n) for i in range(40) for n in range(1 + i % 3)]
     a = frame(dict(zip(keys, rng.normal(60, 10, len(keys)), strict=True)))
     b = frame(dict(zip(keys, rng.normal(55, 10, len(keys)), strict=True)))
-    found = difference(a, b.sample(frac=1, random_state=0), "MRR", n=1000, randomizations=2000)
+    found = difference(a, b.sample(frac=1, random_state=0), "MRR", Resampling(1000, 2000))
     gaps = a["value"].to_numpy() - b["value"].to_numpy()
     assert found["ours"] == pytest.approx(gaps.mean())
-    low, high = intervals.bootstrap_interval(gaps, a["query_id"].to_numpy(), n=1000)
+    low, high = intervals.bootstrap_interval(gaps, Resampling(), a["query_id"], a["patient"])
     np.testing.assert_allclose([found["low"], found["high"]], [low, high], atol=1e-9)
-    p = intervals.paired_randomization_test(a["value"], b["value"], a["query_id"], n=2000)
-    assert found["p"] == p and difference(a, a, "MRR", n=99)["p"] == 1
+    p = intervals.paired_randomization_test(
+        a["value"], b["value"], Resampling(randomizations=2000), a["query_id"], a["patient"]
+    )
+    assert found["p"] == p and difference(a, a, "MRR", Resampling())["p"] == 1
 
 
 def test_an_unpaired_difference_covers_and_has_no_p():
@@ -107,14 +110,15 @@ def test_an_unpaired_difference_covers_and_has_no_p():
     inside = 0
     for _ in range(150):  # queries with an own level; each side has some of them, many both
         level = rng.normal(size=60)
-        a = frame({(f"q{i:02}", 0): level[i] + rng.normal() for i in range(45)})
-        b = frame({(f"q{i:02}", 1): level[i] + rng.normal() for i in range(15, 60)})
-        found = difference(a, b, "MRR", n=300)
+        a = frame({(f"q{i:02}", f"{i}a"): level[i] + rng.normal() for i in range(45)})
+        b = frame({(f"q{i:02}", f"{i}b"): level[i] + rng.normal() for i in range(15, 60)})
+        found = difference(a, b, "MRR", Resampling(300))
         assert np.isnan(found["p"])
         inside += found["low"] <= 0 <= found["high"]
     assert 0.88 < inside / 150 < 0.99
     one = frame({("q1", 0): 1.0})
-    assert np.isnan(difference(one, one, "MRR")["low"]) and np.isnan(difference(one, frame({}), "MRR")["ours"])
+    assert np.isnan(difference(one, one, "MRR", Resampling())["low"])
+    assert np.isnan(difference(one, frame({}), "MRR", Resampling())["ours"])
 
 
 def test_verdicts_and_sentences():
@@ -138,7 +142,7 @@ def test_findings_by_hand_with_the_papers_own_numbers(toy):
             Finding("leads", SPARSE, None, "multi", "drug", "MRR"),
             Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1, "hardest other"),
         ],
-        measured, names, n=50, randomizations=50,
+        measured, names, Resampling(50, 50),
     )  # fmt: skip
     helps, leads, hardest = (row for _, row in rows.iterrows())
     assert helps["paper"] == pytest.approx(74.14 - 71.65) and helps["ours"] == pytest.approx(50 / 3)

@@ -9,7 +9,7 @@ from llm_server import chat_server
 from mimic3_miniature import write_mimic3
 from sklearn.metrics import cohen_kappa_score
 
-from drehr_utils.config import CliniqSizes
+from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note
 from drehr_utils.errors import DataError
@@ -59,17 +59,17 @@ def test_agreement_of_the_recorded_judges(rebuilt):
         pytest.skip("dev was judged once")
     pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
     assert len(pairs) == 25_277
-    rows = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, n=200).set_index("metric")
+    rows = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, Resampling(200)).set_index("metric")
     assert round(rows.loc["kappa", "ours"] / 100, 3) == 0.945 and round(rows.loc["accuracy", "ours"] / 100, 3) == 0.922
     assert (rows["low"] < rows["ours"]).all() and (rows["ours"] < rows["high"]).all()
-    again = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, n=200).set_index("metric")
+    again = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, Resampling(200)).set_index("metric")
     assert again["low"].equals(rows["low"])
 
 
 def test_table2_has_both_comparisons_and_the_papers(rebuilt):
     _, draft, strings, judges = rebuilt
     pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
-    table = agreement.table2(judges, pairs, n=50)
+    table = agreement.table2(judges, pairs, Resampling(50))
     paper = table[table["paper"].notna()].set_index(["system", "metric"])["paper"]
     assert paper["GPT-4o", "kappa"] == pytest.approx(98.5) and len(paper) == 6
     assert len(table) == 6 + (6 if len(judges) == 3 else 0)
@@ -84,14 +84,14 @@ def test_kappa_worked_by_hand_and_against_scikit_learn():
         b = a ^ (rng.random(200) < 0.1)
         counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
         assert agreement.kappa_from_counts(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
-    low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], n=200)
+    low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], Resampling(200))
     assert low < agreement.relevance_kappa(a, b) < high
-    assert all(map(math.isnan, agreement.kappa_interval(a, b, ["one note"] * 200)))
+    assert all(map(math.isnan, agreement.kappa_interval(a, b, ["one note"] * 200, Resampling())))
 
 
 def test_table1_against_counts_of_the_files():
     """Counted from the files' lines, without the loader."""
-    rows = statistics.statistics_rows(load_benchmark(OPEN_CLINIQ, "dev"), n=50)
+    rows = statistics.statistics_rows(load_benchmark(OPEN_CLINIQ, "dev"), Resampling(50))
     ours = rows.set_index(["setting", "group"])["ours"]
     qrels = [line.split("\t") for line in (OPEN_CLINIQ / "dev/qrels/dev.tsv").read_text().splitlines()[1:]]
     kinds = {q["_id"]: q["type"] for q in map(json.loads, (OPEN_CLINIQ / "dev/queries.jsonl").read_text().splitlines())}
@@ -120,10 +120,10 @@ def test_lengths_and_shares_against_the_files():
     assert set(rows.index) == set(paper_figures("cliniq", "figure 4").set_index(["group", "metric"]).index)
     counts = statistics.match_type_counts(benchmark)
     assert counts.to_numpy().sum() == 2835
-    shares = statistics.share_rows(benchmark, n=50).set_index(["group", "metric"])["ours"]
+    shares = statistics.share_rows(benchmark, Resampling(50)).set_index(["group", "metric"])["ours"]
     assert shares["drug", "string (%)"] == pytest.approx(100 * counts.loc["drug", "string"] / counts.loc["drug"].sum())
     assert shares["all"].sum() == pytest.approx(100)
-    beside = statistics.shares_with_paper(statistics.share_rows(benchmark, n=50))
+    beside = statistics.shares_with_paper(statistics.share_rows(benchmark, Resampling(50)))
     paper = beside.set_index(["group", "metric"])["paper"]
     assert paper["all"].sum() == pytest.approx(100) and paper["all", "string (%)"] == pytest.approx(37.755, abs=0.001)
     assert paper["drug", "string (%)"] == 70 and paper["disease"].isna().all()

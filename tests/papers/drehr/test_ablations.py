@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 from drehr_utils import artifacts, pipeline
-from drehr_utils.config import StageConfig
+from drehr_utils.config import Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES
 from drehr_utils.data.notes import Chunk
 from drehr_utils.evaluation import intervals, tables
@@ -162,26 +162,13 @@ def test_gains_carry_a_paired_interval():
     after = before + 2 + rng.normal(0, 3, 200)
     frames = [pd.DataFrame({"search_id": [f"q{i}@n" for i in range(200)], "query_id": [f"q{i}" for i in range(200)],
                             "query_type": "drug", "metric": "MAP", "value": v}) for v in (after, before)]  # fmt: skip
-    (row,) = intervals.gain_rows("x", "single", "all", *frames).to_dict("records")
+    (row,) = intervals.gain_rows("x", "single", "all", *frames, Resampling()).to_dict("records")
     low, high = scipy.stats.ttest_rel(after, before).confidence_interval()
     assert row["ours"] == pytest.approx(np.mean(after - before))
     assert row["low"] == pytest.approx(low, abs=0.15) and row["high"] == pytest.approx(high, abs=0.15)
     assert row["p"] < 0.001
     with pytest.raises(ValueError, match="other searches"):
-        intervals.gain_rows("x", "single", "all", frames[0], frames[1].head(10))
-
-
-def test_a_record_keeps_what_it_has_and_goes_on(tmp_path, capsys):
-    made = []
-
-    def make() -> pd.DataFrame:
-        made.append(1)
-        return pd.DataFrame({"system": ["x"], "ours": [1.23456]})
-
-    for seed in ("0", "1", "0"):
-        ablations._record(tmp_path / "r.csv", {"recipe": "abc", "seed": seed}, make)
-    record = pd.read_csv(tmp_path / "r.csv")
-    assert len(made) == len(record) == 2 and record["ours"].tolist() == [1.2346] * 2
+        intervals.gain_rows("x", "single", "all", frames[0], frames[1].head(10), Resampling())
 
 
 def test_the_improved_recipe_meets_its_targets_by_match_type():
@@ -191,14 +178,12 @@ def test_the_improved_recipe_meets_its_targets_by_match_type():
     assert (gain > 0).all() and gain["abbreviation"] >= 15 and table.loc[pipeline.IMPROVED, "string"] >= 95
 
 
-@pytest.mark.parametrize("path", [ablations.SEEDS, ablations.CHANGES])
-def test_the_committed_records_are_of_todays_recipes(path):
-    profile, record = load_profile("open"), pd.read_csv(path)
-    recipes = ablations.recipe_changes(profile) if path == ablations.CHANGES else ablations.stage1_ablation(profile)
-    if path == ablations.CHANGES:
-        known = dict(zip(record["system"], record["recipe"], strict=True))
-        assert known == {name: artifacts.digest(recipe) for name, recipe in recipes.items()}
-        return
+def test_the_committed_records_are_of_todays_recipes():
+    profile = load_profile("open")
+    changes = ablations.CHANGES.read(profile)
+    known = dict(zip(changes["system"], changes["recipe"], strict=True))
+    assert known == {name: artifacts.digest(recipe) for name, recipe in ablations.recipe_changes(profile).items()}
+    record, recipes = ablations.SEEDS.read(profile), ablations.stage1_ablation(profile)
     recipes |= {ablations.CONTROL: ablations.control(profile)}
     of_seed = {seed: {n: ablations.with_seed(r, seed) for n, r in recipes.items()} for seed in range(3)}
     wanted = {(seed, n, artifacts.digest(r)) for seed, rows in of_seed.items() for n, r in rows.items()}
@@ -217,7 +202,7 @@ def test_the_collapsed_loss_is_the_losss_own_at_equal_similarities():
 
 
 def test_the_improved_recipe_is_the_searchs_best_on_dev():
-    profile, record = load_profile("open"), pd.read_csv(recipe_search.RECORD)
+    profile, record = load_profile("open"), recipe_search.RECORD.read(load_profile("open"))
     chosen, improved = recipe_search.best(record), profile.improved
     assert chosen["own_share"] == improved.own_share
     assert chosen["recipe"] == artifacts.digest(replace(improved, own_share=1.0))

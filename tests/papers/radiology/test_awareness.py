@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from drehr_utils import pipeline
+from drehr_utils.config import Resampling
 from drehr_utils.papers.radiology.awareness import (
     NO_X,
     SHIFT,
@@ -45,7 +46,7 @@ def test_awareness_of_a_system_that_heeds_no_and_of_one_that_is_blind():
     def blind(queries, texts):
         return np.array([[1.0, 0, 2]] * len(queries))
 
-    rows = awareness_rows(task, "queries", {pipeline.START: blind, "heeds": heeds})
+    rows = awareness_rows(task, "queries", {pipeline.START: blind, "heeds": heeds}, Resampling())
     found = rows.set_index(["system", "group"])["ours"]
     assert found["heeds"].to_dict() == {X: 0, NO_X: 100, SHIFT: 100}
     assert found[pipeline.START].to_dict() == {X: 50, NO_X: 50, SHIFT: 0}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from drehr_utils.config import Resampling
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, label_sentence
 from drehr_utils.papers.radiology.reports import Report, read_judgments
 from drehr_utils.papers.radiology.retrieval import coded_task, coded_values, judged_task, query_values, result_rows
@@ -17,7 +18,7 @@ def test_query_values_by_hand():
     assert set(values["query_type"]) == {"positive", "negative"}
     with pytest.raises(ValueError, match="scores have shape"):
         query_values(task, np.zeros((2, 3)))
-    rows = result_rows("s", "", values).set_index(["group", "metric"])["ours"]
+    rows = result_rows("s", "", values, Resampling()).set_index(["group", "metric"])["ours"]
     assert rows["positive", "mR"] == 50 and rows["all", "mR"] == 25
 
 

@@ -1,0 +1,77 @@
+"""Records: what is there stays, a killed write leaves the old file, smoke writes nothing in data/."""
+
+import os
+
+import pandas as pd
+import pytest
+
+from drehr_utils.evaluation.records import Record
+from drehr_utils.papers.drehr import ablations, recipe_search
+from drehr_utils.profiles import ROOT, load_profile
+
+TOY = Record("toy.csv", ("name", "share"))
+
+
+@pytest.fixture
+def smoke(monkeypatch, tmp_path):
+    """The smoke profile with a cache of its own."""
+    profile = load_profile("smoke")
+    monkeypatch.setattr(type(profile), "cache", property(lambda self: tmp_path))
+    return profile
+
+
+def committed():
+    return {path.name: path.read_bytes() for path in (ROOT / "data").glob("*.csv")}
+
+
+def rows(value):
+    return lambda: pd.DataFrame({"metric": ["MAP", "MRR"], "ours": [value, 1.23456]})
+
+
+def test_rows_stay_go_on_and_are_replaced(smoke, capsys):
+    key = {"name": "a", "share": 1.0, "recipe": "abc"}
+    assert TOY.add(smoke, key, rows(1)) and not TOY.add(smoke, key, rows(2))
+    assert TOY.add(smoke, key | {"share": 0.5}, rows(3))
+    assert TOY.read(smoke)[["share", "ours"]].to_numpy().tolist() == [[1, 1], [1, 1.2346], [0.5, 3], [0.5, 1.2346]]
+    before = TOY.path(smoke).read_text().splitlines()
+    assert TOY.add(smoke, key, rows(4), remake=True)
+    assert TOY.path(smoke).read_text().splitlines()[1:3] == before[3:5]  # the other rows, byte for byte
+    assert TOY.add(smoke, key | {"recipe": "new"}, rows(5))  # another recipe of that name: the old rows go
+    record = TOY.read(smoke)
+    assert len(record) == 4 and set(record["recipe"]) == {"abc", "new"} and record["ours"].max() == 5
+
+
+def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
+    TOY.add(smoke, {"name": "a", "share": 1.0}, rows(1))
+    before = TOY.path(smoke).read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        TOY.add(smoke, {"name": "b", "share": 1.0}, rows(2))
+    assert TOY.path(smoke).read_bytes() == before
+
+
+def test_smoke_writes_no_committed_record(smoke, monkeypatch, capsys):
+    """The search wrote data/dev_search.csv whatever the profile."""
+    monkeypatch.setattr(recipe_search.pipeline, "train_recipe", lambda *_: (None, {}))
+    monkeypatch.setattr(recipe_search, "dev_scores", lambda *_: {"single MAP": 1.0})
+    monkeypatch.setattr(recipe_search, "transfer_scores", lambda *_: {})
+    monkeypatch.setattr(recipe_search, "load_profile", lambda _: smoke)
+    before, first = committed(), next(iter(recipe_search.candidates(smoke)))
+    for arguments in (["--only", first, "--shares", "1"], ["--shares", "1"], ["--only", first, "--remake"]):
+        recipe_search.main(["--profile", "smoke", *arguments])
+    assert committed() == before
+    record = recipe_search.RECORD.read(smoke)
+    assert set(record["candidate"]) == set(recipe_search.candidates(smoke))  # --only with --remake keeps the others
+    assert len(record) == len(recipe_search.candidates(smoke)) + 1  # the first also with share 0.6
+
+
+@pytest.mark.parametrize("record", [ablations.SEEDS, ablations.CHANGES, recipe_search.RECORD])
+def test_a_committed_record_stays_byte_for_byte_when_it_grows(record, smoke, capsys):
+    before = record.path(load_profile("open")).read_text()
+    record.path(smoke).write_text(before)
+    record.add(smoke, dict.fromkeys(record.keys, "new") | {"recipe": "x"}, lambda: pd.DataFrame({"minutes": [0.0]}))
+    assert record.path(smoke).read_text().startswith(before)
