@@ -1,7 +1,6 @@
 """The construction: the published open benchmark to the byte, a miniature of MIMIC-III by a real server, statistics."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from drehr_utils.config import CliniqSizes
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.tables import paper_figures
+from drehr_utils.evaluation.tables import Layout, paper_figures, show_table
 from drehr_utils.llm.servers import Server
 from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
 from drehr_utils.profiles import ROOT, load_profile
@@ -77,16 +76,16 @@ def test_table2_has_both_comparisons_and_the_papers(rebuilt):
 
 def test_kappa_worked_by_hand_and_against_scikit_learn():
     # 20 both, 5 and 10 one, 15 neither of 50: observed 0.7, expected 0.5*0.6 + 0.5*0.4 = 0.5, kappa 0.4.
-    assert agreement.kappa_from_counts(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
+    assert agreement.kappa(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
     rng = np.random.default_rng(0)
     for _ in range(20):
         a = rng.random(200) < 0.3
         b = a ^ (rng.random(200) < 0.1)
         counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
-        assert agreement.kappa_from_counts(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
+        assert agreement.kappa(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
     low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], n=200)
-    assert low < agreement.relevance_kappa(a, b) < high
-    assert all(map(math.isnan, agreement.kappa_interval(a, b, ["one note"] * 200)))
+    assert low < cohen_kappa_score(a, b) < high
+    assert np.isnan(agreement.kappa_interval(a, b, ["one note"] * 200)).all()
 
 
 def test_table1_against_counts_of_the_files():
@@ -213,3 +212,34 @@ def test_the_open_profiles_steps_give_the_published_benchmark():
     assert benchmark == load_benchmark(OPEN_CLINIQ, "test")
     assert counted["judge_a"].sum() == 6258 and counted.loc["not relevant", "adjudicated"] == 108
     assert [path.name for path in construction.judge_files(load_profile("open"))] == ["judge_a.tsv", "judge_b.tsv"]
+
+
+PAIRS = [(f"q{i}", f"n{i // 3}_0") for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kappa", "why"),
+    [
+        ([0, 4], [1, 7], -0.2, ["", "no pair that both judges call relevant"]),
+        ([], [], None, ["both judges give all pairs one answer", "no pair that both judges call relevant"]),
+        (range(12), range(12), None, ["both judges give all pairs one answer", ""]),
+    ],
+    ids=["disjoint", "nothing relevant", "everything relevant"],
+)
+def test_judges_that_cannot_be_compared_get_nan_and_a_reason(first, second, kappa, why, recwarn):
+    a, b = ({PAIRS[i]: "synonym" for i in part} for part in (first, second))
+    rows = agreement.agreement_rows("a with b", a, b, PAIRS, n=50)
+    assert list(rows["why"]) == why and list(rows["ours"].isna()) == [bool(reason) for reason in why]
+    assert rows.loc[rows["ours"].isna(), ["low", "high"]].isna().all(axis=None)
+    assert kappa is None or rows.loc[0, "ours"] == pytest.approx(100 * kappa)
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    table = agreement.table2([a, b, dict.fromkeys({*a} ^ {*b}, "synonym")], PAIRS, n=50)
+    assert (
+        table.loc[table["ours"].isna() & table["paper"].isna(), "why"].all()
+        and "–" in show_table(table, Layout(rows=("system",), columns=("group",))).to_string()
+    )
+
+
+def test_without_a_pair_there_is_no_agreement():
+    rows = agreement.agreement_rows("a with b", {}, {}, [], n=50)
+    assert rows["ours"].isna().all() and list(rows["why"]) == ["no pair was judged"] * 2
