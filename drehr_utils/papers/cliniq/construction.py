@@ -161,7 +161,7 @@ def profile_judgments(
         return judges, pd.DataFrame(counts).reindex(LABELS).fillna(0).astype(int).rename_axis("what")
     chosen = profile.cliniq
     questions = judgment_questions(draft, strings, chosen)
-    judged = judge(draft, questions, server=servers.server_from_env(), store=judgment_store(profile), settings=chosen)
+    judged = judge(draft, questions, chosen, server=servers.server_from_env(), store=judgment_store(profile))
     return [judged.labels], judged.frame().set_index("what")
 
 

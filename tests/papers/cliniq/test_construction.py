@@ -181,7 +181,9 @@ def test_mimic3_in_miniature_by_a_real_server(tmp_path):
         draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
         strings = judging.string_matches(draft.queries, draft.corpus)
         questions = judging.judgment_questions(draft, strings, CliniqSizes())
-        judged = judging.judge(draft, questions, server=server, store=tmp_path / "j.jsonl", progress=False)
+        judged = judging.judge(
+            draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl", progress=False
+        )
     benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(judged.labels))
     construction.save_benchmark(benchmark, tmp_path / "out", "all")
     read = load_benchmark(tmp_path / "out", "all")
