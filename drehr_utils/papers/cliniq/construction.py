@@ -132,8 +132,8 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
-    cleaned = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
-    return curation.curate(admissions, cleaned.names)
+    names, _ = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
+    return curation.curate(admissions, names)
 
 
 def judge_files(profile: Profile) -> list[Path]:

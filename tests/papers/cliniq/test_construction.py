@@ -177,7 +177,7 @@ def test_mimic3_in_miniature_by_a_real_server(tmp_path):
     orders = {order for lines in admissions.drugs.values() for order in lines}
     with chat_server(reply) as chat:
         server = Server(chat.base_url, "m")
-        names = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False).names
+        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False)
         draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
         strings = judging.string_matches(draft.queries, draft.corpus)
         questions = judging.judgment_questions(draft, strings, CliniqSizes())
