@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,21 +61,17 @@ def load_benchmark(folder: str | Path, split: str) -> Benchmark:
     corpus: dict[str, str] = {}
     note_chunks: dict[str, list[str]] = {}
     for row, where, chunk in read_json_lines(folder / "corpus.jsonl", ("_id", "text")):
-        if chunk["_id"] in corpus:
-            raise DataError(f"{where}, row {row}, field _id: {chunk['_id']!r} is there twice; keep one")
+        refuse(where, row, {f"field _id: {chunk['_id']!r} is there twice; keep one": chunk["_id"] in corpus})
         corpus[chunk["_id"]] = chunk["text"]
         note_chunks.setdefault(chunk["_id"].rpartition("_")[0], []).append(chunk["_id"])
-
     queries: dict[str, str] = {}
     query_types: dict[str, str] = {}
     for row, where, query in read_json_lines(folder / "queries.jsonl", ("_id", "text", "type")):
-        if query["_id"] in queries:
-            raise DataError(f"{where}, row {row}, field _id: {query['_id']!r} is there twice; keep one")
-        if query["type"] not in QUERY_TYPES:
-            raise DataError(f"{where}, row {row}, field type: {query['type']!r} is none of {', '.join(QUERY_TYPES)}")
-        queries[query["_id"]] = query["text"]
-        query_types[query["_id"]] = query["type"]
-
+        query_id, text, kind = query["_id"], query["text"], query["type"]
+        wrong = {f"field _id: {query_id!r} is there twice; keep one": query_id in queries}
+        wrong[f"field type: {kind!r} is none of {', '.join(QUERY_TYPES)}"] = kind not in QUERY_TYPES
+        refuse(where, row, wrong)
+        queries[query_id], query_types[query_id] = text, kind
     patients = _read_patients(folder / "patients.jsonl", note_chunks, queries)
     qrels, match_types = _read_qrels(folder / "qrels" / f"{split}.tsv", corpus, queries)
     return Benchmark(corpus, queries, query_types, patients, qrels, match_types)
@@ -92,13 +89,8 @@ def single_patient_tasks(benchmark: Benchmark, match_type: str | None = None) ->
     for patient in benchmark.patients:
         for query_id in patient.query_ids:
             judged = benchmark.match_types.get(query_id, {})
-            pool, relevant = [], {}
-            for chunk_id in patient.chunk_ids:
-                found = judged.get(chunk_id)
-                if found is None or match_type in (None, found):
-                    pool.append(chunk_id)
-                    if found is not None:
-                        relevant[chunk_id] = benchmark.qrels[query_id][chunk_id]
+            pool = [c for c in patient.chunk_ids if match_type is None or judged.get(c, match_type) == match_type]
+            relevant = {c: benchmark.qrels[query_id][c] for c in pool if c in judged}
             if relevant:
                 tasks.append(SearchTask(f"{query_id}@{patient.note_id}", query_id, patient.note_id, pool, relevant))
     return tasks
@@ -109,78 +101,80 @@ def subset(benchmark: Benchmark, n_patients: int) -> Benchmark:
     patients = benchmark.patients[:n_patients]
     chunks = {chunk_id for patient in patients for chunk_id in patient.chunk_ids}
     asked = {query_id for patient in patients for query_id in patient.query_ids}
-    qrels, match_types = {}, {}
-    for query_id, judged in benchmark.qrels.items():
-        kept = {chunk_id: score for chunk_id, score in judged.items() if chunk_id in chunks}
-        if query_id in asked and kept:
-            qrels[query_id] = kept
-            match_types[query_id] = {chunk_id: benchmark.match_types[query_id][chunk_id] for chunk_id in kept}
+    match_types = {
+        query_id: kept
+        for query_id, judged in benchmark.match_types.items()
+        if query_id in asked and (kept := {chunk_id: kind for chunk_id, kind in judged.items() if chunk_id in chunks})
+    }
     return Benchmark(
         corpus={key: text for key, text in benchmark.corpus.items() if key in chunks},
         queries={key: text for key, text in benchmark.queries.items() if key in asked},
         query_types={key: kind for key, kind in benchmark.query_types.items() if key in asked},
         patients=patients,
-        qrels=qrels,
+        qrels={q: {chunk_id: benchmark.qrels[q][chunk_id] for chunk_id in kept} for q, kept in match_types.items()},
         match_types=match_types,
     )
+
+
+def refuse(where: str, row: int, wrong: dict[str, bool]) -> None:
+    """Raises DataError with the first of the sentences about a file's row that is true."""
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise DataError(f"{where}, row {row}, {what}")
+
+
+def tab_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Row number, short file name and cells of each line of a tab-separated table whose header has `columns`.
+
+    Raises DataError for a missing file or column, bytes that are not UTF-8, and a line with fewer or more cells."""
+    where, lines = short_name(path), read_text_lines(path)
+    header = next(lines, (1, ""))[1].split("\t")
+    refuse(
+        where, 1, {f"field {c}: missing column; the header is {', '.join(columns)}": c not in header for c in columns}
+    )
+    for row, line in lines:
+        cells = line.split("\t")
+        if line and len(cells) != len(header):
+            raise DataError(f"{where}, row {row}: {len(cells)} fields, the header has {len(header)}; separate by tabs")
+        if line:
+            yield row, where, dict(zip(header, cells, strict=True))
 
 
 def _read_patients(path: Path, note_chunks: dict[str, list[str]], queries: dict[str, str]) -> list[Patient]:
     patients: dict[str, Patient] = {}
     for row, where, record in read_json_lines(path, ("hadm_id", "note_id", "chunks", "queries")):
-        note_id = record["note_id"]
-        if note_id in patients:
-            raise DataError(f"{where}, row {row}, field note_id: {note_id!r} is there twice; keep one")
-        if note_id not in note_chunks:
-            raise DataError(f"{where}, row {row}, field note_id: no chunk of {note_id!r} in corpus.jsonl")
-        if record["chunks"] != len(note_chunks[note_id]):
-            raise DataError(
-                f"{where}, row {row}, field chunks: {record['chunks']!r}, but corpus.jsonl has "
-                f"{len(note_chunks[note_id])} of {note_id!r}; cut the corpus again"
-            )
-        if not isinstance(record["queries"], list):
-            raise DataError(f"{where}, row {row}, field queries: not a list of query ids")
-        for position, query_id in enumerate(record["queries"]):
-            if query_id not in queries:
-                raise DataError(f"{where}, row {row}, field queries: {query_id!r} is not in queries.jsonl")
-            if query_id in record["queries"][:position]:
-                raise DataError(f"{where}, row {row}, field queries: {query_id!r} is there twice; keep one")
-        patients[note_id] = Patient(str(record["hadm_id"]), note_id, note_chunks[note_id], record["queries"])
+        note_id, n, own = record["note_id"], record["chunks"], record["queries"]
+        chunks = note_chunks.get(note_id, [])
+        cut = f"field chunks: {n!r}, but corpus.jsonl has {len(chunks)} of {note_id!r}; cut the corpus again"
+        wrong = {
+            f"field note_id: {note_id!r} is there twice; keep one": note_id in patients,
+            f"field note_id: no chunk of {note_id!r} in corpus.jsonl": not chunks,
+            cut: n != len(chunks),
+            "field queries: not a list of query ids": not isinstance(own, list),
+        }
+        refuse(where, row, wrong)
+        for at, query_id in enumerate(own):
+            wrong = {f"field queries: {query_id!r} is not in queries.jsonl": query_id not in queries}
+            refuse(where, row, wrong | {f"field queries: {query_id!r} is there twice; keep one": query_id in own[:at]})
+        patients[note_id] = Patient(str(record["hadm_id"]), note_id, chunks, own)
     return list(patients.values())
 
 
 def _read_qrels(
     path: Path, corpus: dict[str, str], queries: dict[str, str]
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
-    where = short_name(path)
-    lines = read_text_lines(path)
-    header = next(lines, (1, ""))[1].split("\t")
-    missing = [column for column in QRELS_COLUMNS if column not in header]
-    if missing:
-        raise DataError(f"{where}, row 1, field {missing[0]}: missing column; the header is {', '.join(QRELS_COLUMNS)}")
     qrels: dict[str, dict[str, int]] = {}
     match_types: dict[str, dict[str, str]] = {}
-    for row, line in lines:
-        if not line:
-            continue
-        cells = line.split("\t")
-        if len(cells) != len(header):
-            raise DataError(f"{where}, row {row}: {len(cells)} fields, the header has {len(header)}; separate by tabs")
-        judgment = dict(zip(header, cells, strict=True))
-        query_id, chunk_id = judgment["query-id"], judgment["corpus-id"]
-        if query_id not in queries:
-            raise DataError(f"{where}, row {row}, field query-id: {query_id!r} is not in queries.jsonl")
-        if chunk_id not in corpus:
-            raise DataError(f"{where}, row {row}, field corpus-id: {chunk_id!r} is not in corpus.jsonl")
-        if not judgment["score"].isdigit():
-            raise DataError(f"{where}, row {row}, field score: {judgment['score']!r} is not a whole number from 0")
-        if judgment["match_type"] not in MATCH_TYPES:
-            raise DataError(
-                f"{where}, row {row}, field match_type: {judgment['match_type']!r} is none of {', '.join(MATCH_TYPES)}"
-            )
-        if chunk_id in qrels.get(query_id, {}):
-            raise DataError(f"{where}, row {row}, field corpus-id: {query_id!r} with {chunk_id!r} is there twice")
-        if int(judgment["score"]) > 0:
-            qrels.setdefault(query_id, {})[chunk_id] = int(judgment["score"])
-            match_types.setdefault(query_id, {})[chunk_id] = judgment["match_type"]
+    for row, where, judgment in tab_rows(path, QRELS_COLUMNS):
+        query_id, chunk_id, score, kind = (judgment[column] for column in QRELS_COLUMNS[:4])
+        wrong = {
+            f"field query-id: {query_id!r} is not in queries.jsonl": query_id not in queries,
+            f"field corpus-id: {chunk_id!r} is not in corpus.jsonl": chunk_id not in corpus,
+            f"field score: {score!r} is not a whole number from 0": not score.isdigit(),
+            f"field match_type: {kind!r} is none of {', '.join(MATCH_TYPES)}": kind not in MATCH_TYPES,
+            f"field corpus-id: {query_id!r} with {chunk_id!r} is there twice": chunk_id in qrels.get(query_id, {}),
+        }
+        refuse(where, row, wrong)
+        if int(score) > 0:
+            qrels.setdefault(query_id, {})[chunk_id] = int(score)
+            match_types.setdefault(query_id, {})[chunk_id] = kind
     return qrels, match_types

@@ -16,6 +16,7 @@ evaluation script does: cosine similarity and 512 tokens for all, and bge withou
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from drehr_utils import artifacts
 from drehr_utils.config import MINILM
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
+from drehr_utils.profiles import Profile
 from drehr_utils.search import embedding_api
 from drehr_utils.search.dense import SIMILARITIES, dense_scores, unit_length
 from drehr_utils.training.encoders import CHUNK_TOKENS, identity, load_encoder
@@ -220,3 +222,32 @@ def retriever_scores(spec: RetrieverSpec, benchmark: Benchmark, folder: Path, pr
         lambda: embed_texts(spec, queries, passages, progress=progress, store=folder / "api"),
     )
     return dense_scores(*sides, spec.similarity)
+
+
+def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], list[str]]:
+    """The profile's dense retrievers, run as in CliniQ, and the names of those left out because no server is set.
+
+    DREHR_RETRIEVERS, names or folders with commas between, replaces the profile's list. Raises DataError where two have
+    one name, and where none is left."""
+    asked = [name.strip() for name in os.environ.get("DREHR_RETRIEVERS", "").split(",") if name.strip()]
+    specs = list(dict.fromkeys(as_in_cliniq(find_retriever(name)) for name in asked or profile.cliniq.retrievers))
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(
+                f"DREHR_RETRIEVERS: two retrievers are called {name!r}; rename a folder, for tables go by name"
+            )
+    run = [spec for spec in specs if not spec.api or embedding_api.is_configured()]
+    if not run:
+        raise DataError("no dense retriever is left to run; name one in DREHR_RETRIEVERS")
+    return run, [spec.name for spec in specs if spec not in run]
+
+
+def extra_scores(profile: Profile, benchmark: Benchmark, progress: bool = False) -> dict[str, np.ndarray]:
+    """The score matrices of the profile's retrievers but the starting encoder's: rows for any table of systems."""
+    folder = profile.cache / "embeddings"
+    return {
+        spec.name: retriever_scores(spec, benchmark, folder, progress=progress)
+        for spec in profile_retrievers(profile)[0]
+        if str(spec.model) != str(profile.encoder)
+    }

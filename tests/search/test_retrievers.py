@@ -22,7 +22,7 @@ from transformers import (
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.papers.cliniq import baselines
-from drehr_utils.profiles import load_profile
+from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.search import retrievers
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.retrievers import (
@@ -226,3 +226,20 @@ def test_a_diverged_model_is_refused():
     for similarity in ("dot", "cosine"):
         with pytest.raises(DataError, match="embeddings, row 0: not finite"):
             dense_scores(np.full((1, 4), np.nan), np.ones((2, 4)), similarity)
+
+
+def test_a_retriever_by_name_or_folder_gets_a_row_beside_the_starting_encoder(tmp_path, monkeypatch):
+    monkeypatch.delenv("DREHR_RETRIEVERS", raising=False)
+    monkeypatch.setattr(Profile, "cache", tmp_path / "cache")
+    profile = load_profile("smoke")
+    toy = Benchmark({str(i): text for i, text in enumerate(PASSAGES)}, {"q": QUERIES[0]}, {"q": "disease"}, [], {}, {})
+    assert retrievers.extra_scores(profile, toy) == {}  # the starting encoder has its row already
+    for name in ("mine", "again/mine"):
+        load_encoder("minilm").save(str(tmp_path / name))
+    monkeypatch.setenv("DREHR_RETRIEVERS", f"MiniLM (start), {tmp_path}/mine")
+    ((name, scores),) = retrievers.extra_scores(profile, toy).items()
+    expected = retriever_scores(REGISTRY["MiniLM (start)"], toy, tmp_path)
+    assert name == "mine" and np.allclose(scores, expected, atol=1e-5)
+    monkeypatch.setenv("DREHR_RETRIEVERS", f"{tmp_path}/mine, {tmp_path}/again/mine")
+    with pytest.raises(DataError, match="two retrievers are called 'mine'"):
+        retrievers.profile_retrievers(profile)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from drehr_utils.config import Resampling
 from drehr_utils.evaluation import intervals
 from drehr_utils.evaluation.claims import verdict
 from drehr_utils.evaluation.medquad import MedQuad, best_first
@@ -26,7 +27,7 @@ def comparisons(
     pairs: Iterable[tuple[str, str]],
     tasks: Iterable[str],
     paper: Mapping[tuple[str, str], float],
-    seed: int = 0,
+    resampling: Resampling,
 ) -> pd.DataFrame:
     """One row a task and pair of systems, of those measured there: does the first beat the second in R@1?
 
@@ -38,7 +39,7 @@ def comparisons(
     for task, (better, than) in itertools.product(tasks, pairs):
         if {(better, task), (than, task)} <= values.keys():
             both = common(values[better, task], values[than, task])
-            gain = intervals.gain_rows(better, "", task, *both, seed=seed).set_index("metric").loc["R@1"]
+            gain = intervals.gain_rows(better, "", task, *both, resampling).set_index("metric").loc["R@1"]
             printed = paper.get((better, task), math.nan) - paper.get((than, task), math.nan)
             said = verdict(gain, -1 if printed < 0 else 1)
             rows.append((task, better, than, gain["ours"], printed, gain["p"], said))

@@ -13,6 +13,7 @@ import pandas as pd
 from drehr_utils.data.benchmark import QRELS_COLUMNS, Benchmark, Patient
 from drehr_utils.data.notes import Note, chunk_note, read_notes, read_splits
 from drehr_utils.errors import DataError
+from drehr_utils.files import write_atomically
 from drehr_utils.llm import servers, strict
 from drehr_utils.papers.cliniq import curation
 from drehr_utils.papers.cliniq.curation import CodedAdmissions, Curation
@@ -27,6 +28,7 @@ from drehr_utils.papers.cliniq.judging import (
 )
 from drehr_utils.profiles import Profile
 
+JUDGMENT_STORE = "cliniq/judgments.jsonl"  # a language model's answers, so that a stopped run goes on
 TYPE_OF_KIND = {"diagnosis": "disease", "procedure": "procedure", "drug": "drug"}
 
 
@@ -82,36 +84,32 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
 
     The qrels' last column is `own` (a query of the chunk's patient) or `other`; `origin` says it for pairs where the
     patients' queries don't. The same benchmark gives the same bytes."""
-    target = Path(folder) / split
-    (target / "qrels").mkdir(parents=True, exist_ok=True)
-    kinds = benchmark.query_types
-    _write_lines(target / "corpus.jsonl", ({"_id": i, "title": "", "text": t} for i, t in benchmark.corpus.items()))
-    _write_lines(
-        target / "queries.jsonl", ({"_id": i, "text": t, "type": kinds[i]} for i, t in benchmark.queries.items())
-    )
+    target, kinds = Path(folder) / split, benchmark.query_types
+    corpus = ({"_id": key, "title": "", "text": text} for key, text in benchmark.corpus.items())
+    queries = ({"_id": key, "text": text, "type": kinds[key]} for key, text in benchmark.queries.items())
     patients = (
         {
-            "hadm_id": int(p.hadm_id) if p.hadm_id.isdecimal() else p.hadm_id,
-            "note_id": p.note_id,
-            "chunks": len(p.chunk_ids),
-            "queries": p.query_ids,
+            "hadm_id": int(patient.hadm_id) if patient.hadm_id.isdecimal() else patient.hadm_id,
+            "note_id": patient.note_id,
+            "chunks": len(patient.chunk_ids),
+            "queries": patient.query_ids,
         }
-        for p in benchmark.patients
+        for patient in benchmark.patients
     )
-    _write_lines(target / "patients.jsonl", patients)
-    own, origin = set(own_pairs(benchmark)), origin or {}
-    lines = ["\t".join(QRELS_COLUMNS)]
-    for query_id, judged in benchmark.qrels.items():
-        for chunk_id, score in judged.items():
-            pair = (query_id, chunk_id)
-            whose = origin.get(pair, "own" if pair in own else "other")
-            lines.append("\t".join((*pair, str(score), benchmark.match_types[query_id][chunk_id], whose)))
-    (target / "qrels" / f"{split}.tsv").write_bytes(("\n".join(lines) + "\n").encode())
+    whose = dict.fromkeys(own_pairs(benchmark), "own") | (origin or {})
+    qrels = (
+        (q, c, str(score), benchmark.match_types[q][c], whose.get((q, c), "other"))
+        for q, judged in benchmark.qrels.items()
+        for c, score in judged.items()
+    )
+    for name, lines in (
+        ("corpus.jsonl", map(json.dumps, corpus)),
+        ("queries.jsonl", map(json.dumps, queries)),
+        ("patients.jsonl", map(json.dumps, patients)),
+        (f"qrels/{split}.tsv", map("\t".join, (QRELS_COLUMNS, *qrels))),
+    ):
+        write_atomically(target / name, "".join(f"{line}\n" for line in lines).encode())
     return target
-
-
-def _write_lines(path: Path, records: Iterable[dict]) -> None:
-    path.write_bytes("".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 # --- the steps for a profile -----------------------------------------------------------------------------------------
@@ -132,15 +130,8 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
-    cleaned = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
-    return curation.curate(admissions, cleaned.names)
-
-
-def judge_files(profile: Profile) -> list[Path]:
-    """The recorded judges' tables, in order; empty where the profile has none."""
-    if not profile.cliniq.recorded:
-        return []
-    return sorted((profile.benchmark / profile.cliniq.split / "judgments").glob("judge_*.tsv"))
+    names, _ = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
+    return curation.curate(admissions, names)
 
 
 def profile_judgments(
@@ -150,29 +141,22 @@ def profile_judgments(
 
     And what there is to count: pairs by judge and label; of a model also requests, malformed lines, unjudged pairs.
     Raises DataError where answers are missing and no server is set (servers.server_from_env)."""
-    files = judge_files(profile)
-    if files:
-        third = files[0].with_name("adjudicated.tsv")
-        files = [*files, *([third] if files[1:] else [])]
-        judges = [read_judgments(path, draft, strings) for path in files]
-        counts = {
-            path.stem: pd.Series(list(judge.values())).value_counts() for path, judge in zip(files, judges, strict=True)
-        }
-        return judges, pd.DataFrame(counts).reindex(LABELS).fillna(0).astype(int).rename_axis("what")
     chosen = profile.cliniq
+    folder = profile.benchmark / chosen.split / "judgments"
+    files = sorted(folder.glob("judge_*.tsv")) if chosen.recorded else []
+    if files:
+        files += [folder / "adjudicated.tsv"] if files[1:] else []
+        judges = {path.stem: read_judgments(path, draft, strings) for path in files}
+        counts = {name: pd.Series(list(labels.values())).value_counts() for name, labels in judges.items()}
+        counted = pd.DataFrame(counts).reindex(LABELS).fillna(0).astype(int).rename_axis("what")
+        return list(judges.values()), counted
     questions = judgment_questions(draft, strings, chosen)
-    judged = judge(draft, questions, server=servers.server_from_env(), store=judgment_store(profile), settings=chosen)
+    judged = judge(draft, questions, chosen, server=servers.server_from_env(), store=profile.cache / JUDGMENT_STORE)
     return [judged.labels], judged.frame().set_index("what")
-
-
-def judgment_store(profile: Profile) -> Path:
-    """Where a language model's answers of the judging are kept, so that a stopped run goes on."""
-    return profile.cache / "cliniq/judgments.jsonl"
 
 
 def unanswered_questions(profile: Profile, questions: Iterable[Question]) -> list[Question]:
     """Those of the questions that the store doesn't answer yet: what judging would send now."""
-    questions = list(questions)
-    open_ones = strict.unanswered((q.request for q in questions), store=judgment_store(profile))
-    ids = {request.id for request in open_ones}
-    return [question for question in questions if question.request.id in ids]
+    by_id = {question.request.id: question for question in questions}
+    requests = (question.request for question in by_id.values())
+    return [by_id[request.id] for request in strict.unanswered(requests, store=profile.cache / JUDGMENT_STORE)]

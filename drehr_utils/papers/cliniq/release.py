@@ -30,15 +30,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
-
 from drehr_utils.config import Resampling
-from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, refuse
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import read_json_lines
-from drehr_utils.papers.cliniq.construction import save_benchmark
+from drehr_utils.files import read_json_lines, read_text_lines
+from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows
 from drehr_utils.profiles import ROOT
@@ -73,37 +71,32 @@ def read_release(folder: Path) -> Release:
     """Read a release (its folder, or the repository's root). Raises DataError, naming file, row and field."""
     folder = Path(folder)
     path = _release_file(folder, "test_hadm_ids.txt")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    for row, line in enumerate(lines, start=1):
-        if line and not line.isdecimal():
-            raise DataError(f"{path.name}, row {row}: {line!r} is no hadm_id; one number a line")
-    release = Release(list(dict.fromkeys(filter(None, lines))))
+    ids = [(row, line.strip()) for row, line in read_text_lines(path) if line.strip()]
+    for row, hadm_id in ids:
+        if not hadm_id.isdecimal():
+            raise DataError(f"{path.name}, row {row}: {hadm_id!r} is no hadm_id; one number a line")
+    release = Release(list(dict.fromkeys(hadm_id for _, hadm_id in ids)))
     known = set(release.hadm_ids)
     for kind in QUERY_TYPES:
-        path = _release_file(folder, f"queries_{kind}.jsonl")
-        for row, where, query in read_json_lines(path, ("_id", "text")):
-            if query["_id"] in release.queries:
-                raise DataError(
-                    f"{where}, row {row}, field _id: {query['_id']!r} is a query already; ids must be unique"
-                )
-            release.queries[query["_id"]] = query["text"]
-            release.query_types[query["_id"]] = kind
+        for row, where, query in read_json_lines(_release_file(folder, f"queries_{kind}.jsonl"), ("_id", "text")):
+            key, wrong = query["_id"], "is a query already; ids must be unique"
+            refuse(where, row, {f"field _id: {key!r} {wrong}": key in release.queries})
+            release.queries[key], release.query_types[key] = query["text"], kind
     for kind in QUERY_TYPES:
         path = _release_file(folder, f"qrels_{kind}.tsv")
-        for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for row, line in read_text_lines(path):
             cells = line.split("\t")
             if len(cells) != 3:
                 raise DataError(f"{path.name}, row {row}: {len(cells)} fields; query id, chunk id, match type are 3")
             query_id, chunk_id, match_type = cells
-            if release.query_types.get(query_id) != kind:
-                raise DataError(f"{path.name}, row {row}, field query id: {query_id!r} is not in queries_{kind}.jsonl")
-            if match_type not in MATCH_TYPES:
-                raise DataError(f"{path.name}, row {row}, field match type: {match_type!r} is none of {MATCH_TYPES}")
             hadm_id, _, number = chunk_id.rpartition("_")
-            if hadm_id not in known or not number.isdecimal():
-                raise DataError(
-                    f"{path.name}, row {row}, field chunk id: {chunk_id!r} is no <hadm_id>_<k> of test_hadm_ids.txt"
-                )
+            is_chunk, is_query = hadm_id in known and number.isdecimal(), release.query_types.get(query_id) == kind
+            wrong = {
+                f"field query id: {query_id!r} is not in queries_{kind}.jsonl": not is_query,
+                f"field match type: {match_type!r} is none of {MATCH_TYPES}": match_type not in MATCH_TYPES,
+                f"field chunk id: {chunk_id!r} is no <hadm_id>_<k> of test_hadm_ids.txt": not is_chunk,
+            }
+            refuse(path.name, row, wrong)
             release.repeated += (query_id, chunk_id) in release.judgments
             release.judgments.setdefault((query_id, chunk_id), match_type)
     return release
@@ -141,20 +134,16 @@ def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> dict[str, str
     """The first discharge summary's text of each admission, in NOTEEVENTS' order.
 
     Raises DataError for a missing table and for admissions without a summary."""
-    folder = Path(folder)
     path = find_table(folder, "NOTEEVENTS") or find_table(folder, "noteevents")
     if path is None:
-        raise DataError(f"{folder.name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
+        raise DataError(f"{Path(folder).name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
     wanted, found = set(hadm_ids), {}
     for row, values in iter_rows(path, ("hadm_id", "category", "text")):
-        hadm_id = values["hadm_id"].strip().removesuffix(".0")
-        if hadm_id not in wanted or hadm_id in found or values["category"].strip().lower() != "discharge summary":
-            continue
-        if any("\ud800" <= c <= "\udfff" for c in values["text"]):
-            raise DataError(
-                f"{path.name}, row {row}, field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file"
-            )
-        found[hadm_id] = values["text"]
+        hadm_id, text = values["hadm_id"].strip().removesuffix(".0"), values["text"]
+        if hadm_id in wanted and hadm_id not in found and values["category"].strip().lower() == "discharge summary":
+            is_broken = any("\ud800" <= c <= "\udfff" for c in text)
+            refuse(path.name, row, {"field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file": is_broken})
+            found[hadm_id] = text
     lost = [hadm_id for hadm_id in hadm_ids if hadm_id not in found]
     if lost:
         raise DataError(
@@ -170,30 +159,24 @@ def join_release(release: Release, notes: dict[str, str], as_evaluated: bool = F
     `as_evaluated` leaves out the searches that the authors' evaluation script skips: notes of fewer than MIN_CHUNKS
     chunks, and queries to which every chunk of the note is relevant. Raises DataError where judgments name chunks
     that the notes don't have."""
-    corpus, patients, searches = {}, [], {}
-    for query_id, chunk_id in release.judgments:
-        hadm_id = chunk_id.rpartition("_")[0]
-        counts = searches.setdefault(hadm_id, Counter())
-        counts[query_id] += 1
-    position = {query_id: i for i, query_id in enumerate(release.queries)}
+    corpus, patients = {}, []
+    relevant = Counter((chunk_id.rpartition("_")[0], query_id) for query_id, chunk_id in release.judgments)
     for hadm_id, text in notes.items():
         chunks = {f"{hadm_id}_{k}": chunk for k, chunk in enumerate(release_chunks(release_clean(text)))}
         corpus.update(chunks)
-        counts = searches.get(hadm_id, Counter())
+        most = len(chunks)
         if as_evaluated:
-            counts = {q: n for q, n in counts.items() if len(chunks) >= MIN_CHUNKS and n < len(chunks)}
-        patients.append(Patient(hadm_id, hadm_id, list(chunks), sorted(counts, key=position.__getitem__)))
+            most = len(chunks) - 1 if len(chunks) >= MIN_CHUNKS else 0
+        asked = [query_id for query_id in release.queries if 0 < relevant[hadm_id, query_id] <= most]
+        patients.append(Patient(hadm_id, hadm_id, list(chunks), asked))
     lost = [pair for pair in release.judgments if pair[1] not in corpus]
     if lost:
         raise DataError(
             f"qrels: {len(lost)} of {len(release.judgments)} judgments name a chunk that the notes don't have, "
             f"{lost[0][1]} among them; NOTEEVENTS is another version's than MIMIC-III 1.4, from {PHYSIONET}"
         )
-    match_types: dict[str, dict[str, str]] = {}
-    for (query_id, chunk_id), kind in sorted(release.judgments.items()):
-        match_types.setdefault(query_id, {})[chunk_id] = kind
-    qrels = {query_id: dict.fromkeys(judged, 1) for query_id, judged in match_types.items()}
-    return Benchmark(corpus, dict(release.queries), dict(release.query_types), patients, qrels, match_types)
+    draft = Benchmark(corpus, dict(release.queries), dict(release.query_types), patients, {}, {})
+    return with_judgments(draft, set(), release.judgments)
 
 
 def origins(release: Release) -> dict[Pair, str]:
@@ -207,11 +190,6 @@ def string_share(release: Release, benchmark: Benchmark) -> float:
     strings = [pair for pair, kind in release.judgments.items() if kind == "string"]
     hits = sum(release.queries[query_id] in benchmark.corpus[chunk_id] for query_id, chunk_id in strings)
     return hits / len(strings) if strings else float("nan")
-
-
-def table1(benchmark: Benchmark) -> pd.DataFrame:
-    """CliniQ's Table 1 of the joined benchmark, the paper's beside it: equal where release and MIMIC are theirs."""
-    return tables.with_paper(statistics_rows(benchmark, Resampling()), tables.paper_figures("cliniq", 1), append=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error)
         return 1
     layout = tables.Layout(rows=("group",), columns=("setting",), decimals=1, bold=False)
-    print(tables.save_table(table1(benchmark), "cliniq_release_table1", layout, given.out).to_string())
+    table1 = tables.with_paper(
+        statistics_rows(benchmark, Resampling()), tables.paper_figures("cliniq", 1), append=False
+    )
+    print(tables.save_table(table1, "cliniq_release_table1", layout, given.out).to_string())
     print(f"{release.repeated} judgments stood more than once; the first counts.")
     print(f"{100 * string_share(release, benchmark):.1f}% of the string matches stand in the chunk as it was cut here.")
     print("Set DREHR_BENCHMARK to the output folder and run the notebooks under the profile mimic.")

@@ -55,7 +55,7 @@ def _scores(profile: Profile, train: Task, dev: linking.TestSet, config: PairCon
         ours, base = systems.recall(profile, dev, systems.trained(profile, [train], config)[0]), start
         row = {"learning rate": config.learning_rate, "scale": config.scale, "steps": config.max_steps,
                "batch": config.batch_size, "false negatives masked": config.mask_false_negatives}  # fmt: skip
-    for score in intervals.result_rows("", "", "", ours, base, profile.seed).round(4).itertuples():
+    for score in intervals.result_rows("", "", "", ours, profile.resampling, base).round(4).itertuples():
         row |= {score.metric: score.ours, f"{score.metric} low": score.low, f"{score.metric} high": score.high,
                 f"{score.metric} p": score.p}  # fmt: skip
     return pd.DataFrame([row | {"mentions": len(dev.mentions)}])

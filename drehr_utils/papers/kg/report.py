@@ -29,7 +29,7 @@ def compare(
         for name in systems:
             setting = zero_shot_setting(profile, name, test_set)
             base = None if name == against else values[against]
-            frames.append(intervals.result_rows(name, setting, group, values[name], base, seed=profile.seed))
+            frames.append(intervals.result_rows(name, setting, group, values[name], profile.resampling, base))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -57,7 +57,7 @@ def gain_draws(
 def learnt(profile: Profile, model: Path, test_set: TestSet) -> dict[str, float]:
     """R@1 of a trained model against the starting encoder: the gain, its p, mentions put right and put wrong."""
     before, after = (recall(profile, test_set, m).query("metric == 'R@1'") for m in ("start", model))
-    gain = intervals.gain_rows("", "", "", after, before, seed=profile.seed).iloc[0]
+    gain = intervals.gain_rows("", "", "", after, before, profile.resampling).iloc[0]
     change = after["value"].to_numpy() - before["value"].to_numpy()  # both by search_id
     put = {"right": int((change > 0).sum()), "wrong": int((change < 0).sum())}
     return {"gain": gain["ours"], "p": gain["p"], **put, "mentions": len(change)}

@@ -20,10 +20,7 @@ from drehr_utils.papers.cliniq.baselines import (
     difference,
     findings_table,
     paper_means,
-    sentence,
     settings,
-    trivial_searches,
-    verdict,
 )
 from drehr_utils.profiles import ROOT, load_profile
 
@@ -81,14 +78,6 @@ def test_fusion_of_systems_that_rank_nothing_gets_chance():
     assert values.mean() == pytest.approx(chance, abs=4 * values.std() / 300**0.5)
 
 
-def test_trivial_searches(toy):
-    assert trivial_searches(toy) == {"q2@B"}  # two chunks only
-    assert trivial_searches(toy, least_chunks=2) == set()
-    full = Benchmark(**{**vars(toy), "qrels": {"q2": {"B_0": 1, "B_1": 1}},
-                        "match_types": {"q2": {"B_0": "string", "B_1": "string"}}})  # fmt: skip
-    assert trivial_searches(full, least_chunks=1) == {"q2@B"}  # any order is right
-
-
 def test_a_paired_difference_is_the_bootstrap_of_differences():
     rng = np.random.default_rng(0)
     keys = [(f"q{i:02}", n) for i in range(40) for n in range(1 + i % 3)]
@@ -121,33 +110,22 @@ def test_an_unpaired_difference_covers_and_has_no_p():
     assert np.isnan(difference(one, frame({}), "MRR", Resampling())["ours"])
 
 
-def test_verdicts_and_sentences():
-    assert verdict({"low": 0.5, "high": 2}, 1) == "holds" and verdict({"low": -2, "high": -0.5}, -1) == "holds"
-    assert verdict({"low": -2, "high": -0.5}, 1) == "reversed" and verdict({"low": -1, "high": 1}, -1) == "undecided"
-    assert verdict({"low": float("nan"), "high": float("nan")}, 1) == "not measured"
-    row = {"system": "A − B", "setting": "multi", "group": "drug", "metric": "MRR", "paper": 1.449, "ours": 1.94,
-           "low": -1.03, "high": 4.69}  # fmt: skip
-    assert sentence(row) == "A − B, Multi-Patient drug MRR: +1.9 [-1.0, +4.7], the paper's +1.4"
-    assert sentence(row | {"paper": float("nan")}).endswith("[-1.0, +4.7]")
-
-
 def test_findings_by_hand_with_the_papers_own_numbers(toy):
     better = SCORES.copy()
     better[1, 1] = 9  # q2 in A: A_1* first
     measured = Measured(toy, {SPARSE: SCORES, EXPANDED: better, RELATED: better + 1})
-    names = {EXPANDED: "BM25 + UMLS"}
     rows = findings_table(
         [
             Finding("helps", EXPANDED, SPARSE, "single", "all", "MRR"),
             Finding("leads", SPARSE, None, "multi", "drug", "MRR"),
-            Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1, "hardest other"),
+            Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1),
         ],
-        measured, names, Resampling(50, 50),
+        measured, Resampling(50, 50),
     )  # fmt: skip
     helps, leads, hardest = (row for _, row in rows.iterrows())
     assert helps["paper"] == pytest.approx(74.14 - 71.65) and helps["ours"] == pytest.approx(50 / 3)
     assert leads["system"] == "BM25 − BM25 + KG" and leads["paper"] == pytest.approx(88.43 - 86.98)  # RRF's
-    assert leads["ours"] == -50 and leads["verdict"] == "not measured"  # one query: no interval
+    assert leads["ours"] == -50 and leads["verdict"] == "not shown"  # one query: no interval
     assert hardest["system"] == "BM25 + KG: implication − synonym"  # q2 in B is the only synonym search: 50
     assert hardest["paper"] == pytest.approx(38.13 - 38.40)  # abbreviation's, in the paper
     average = paper_means().query("system == 'RRF' and setting == 'multi' and group == 'all' and metric == 'Average'")
@@ -158,16 +136,19 @@ def test_settings(monkeypatch, tmp_path):
     monkeypatch.delenv("DREHR_RETRIEVERS", raising=False)
     monkeypatch.delenv("DREHR_EMBED_BASE_URL", raising=False)
     small = settings(load_profile("open"))
-    assert small == settings(load_profile("smoke"))
+    assert small == settings(load_profile("smoke")) and small.skipped == ()
     assert [spec.name for spec in small.retrievers] == ["MiniLM (start)"] == list(small.fused) == list(small.detailed)
     large = settings(load_profile("mimic"))
     assert large.skipped == ("text-embedding-3-large",) and large.fused == ("NV-Embed-v2",)
+    assert large.detailed == ("bge-base-en-v1.5", "NV-Embed-v2")  # the paper's Tables 4 and 5
     assert len(large.retrievers) == 8 and large.reference == "bge-base-en-v1.5"
     assert {spec.similarity for spec in large.retrievers} == {"cosine"}  # as CliniQ's script
     monkeypatch.setenv("DREHR_EMBED_BASE_URL", "http://localhost:8000/v1")
     assert settings(load_profile("mimic")).fused == ("NV-Embed-v2", "text-embedding-3-large")
-    monkeypatch.setenv("DREHR_RETRIEVERS", f"MedCPT, {tmp_path}")
-    assert [spec.name for spec in settings(load_profile("mimic")).retrievers] == ["MedCPT", tmp_path.name]
+    monkeypatch.setenv("DREHR_RETRIEVERS", f"bge-base-en-v1.5, MedCPT, {tmp_path}, MedCPT")
+    mine = settings(load_profile("mimic"))
+    assert [spec.name for spec in mine.retrievers] == ["bge-base-en-v1.5", "MedCPT", tmp_path.name]
+    assert mine.detailed == ("bge-base-en-v1.5", tmp_path.name)  # one that the paper doesn't know is in every table
     monkeypatch.setenv("DREHR_RETRIEVERS", "text-embedding-3-large")
     monkeypatch.delenv("DREHR_EMBED_BASE_URL")
     with pytest.raises(DataError, match="no dense retriever is left"):

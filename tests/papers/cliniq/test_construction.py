@@ -1,7 +1,6 @@
 """The construction: the published open benchmark to the byte, a miniature of MIMIC-III by a real server, statistics."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.tables import paper_figures
+from drehr_utils.evaluation.tables import Layout, paper_figures, show_table
 from drehr_utils.llm.servers import Server
 from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
 from drehr_utils.profiles import ROOT, load_profile
@@ -52,11 +51,10 @@ def test_a_judgment_on_a_string_match_is_refused(rebuilt):
         construction.with_judgments(draft, strings, {min(strings): "synonym"})
 
 
+@pytest.mark.parametrize("rebuilt", ["test"], indirect=True)  # dev was judged once
 def test_agreement_of_the_recorded_judges(rebuilt):
     """The data card's kappa and accuracy; and the interval's kappa against scikit-learn's."""
-    split, draft, strings, judges = rebuilt
-    if split == "dev":
-        pytest.skip("dev was judged once")
+    _, draft, strings, judges = rebuilt
     pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
     assert len(pairs) == 25_277
     rows = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, Resampling(200)).set_index("metric")
@@ -77,16 +75,16 @@ def test_table2_has_both_comparisons_and_the_papers(rebuilt):
 
 def test_kappa_worked_by_hand_and_against_scikit_learn():
     # 20 both, 5 and 10 one, 15 neither of 50: observed 0.7, expected 0.5*0.6 + 0.5*0.4 = 0.5, kappa 0.4.
-    assert agreement.kappa_from_counts(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
+    assert agreement.kappa(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
     rng = np.random.default_rng(0)
     for _ in range(20):
         a = rng.random(200) < 0.3
         b = a ^ (rng.random(200) < 0.1)
         counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
-        assert agreement.kappa_from_counts(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
+        assert agreement.kappa(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
     low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], Resampling(200))
-    assert low < agreement.relevance_kappa(a, b) < high
-    assert all(map(math.isnan, agreement.kappa_interval(a, b, ["one note"] * 200, Resampling())))
+    assert low < cohen_kappa_score(a, b) < high
+    assert np.isnan(agreement.kappa_interval(a, b, ["one note"] * 200, Resampling())).all()
 
 
 def test_table1_against_counts_of_the_files():
@@ -109,24 +107,6 @@ def test_table1_against_counts_of_the_files():
     assert (single["low"] <= single["ours"]).all() and (single["ours"] <= single["high"]).all()
     theirs = paper_figures("cliniq", 1).set_index(["setting", "group"])["value"]
     assert set(theirs.index) == set(ours.index)
-
-
-def test_lengths_and_shares_against_the_files():
-    benchmark = load_benchmark(OPEN_CLINIQ, "dev")
-    lengths = statistics.query_lengths(benchmark)
-    words = [len(text.split(" ")) for text in benchmark.queries.values()]
-    rows = statistics.length_rows(lengths).set_index(["group", "metric"])["ours"]
-    assert rows["all", "mean words"] == pytest.approx(np.mean(words)) and rows["all", "max words"] == max(words)
-    assert set(rows.index) == set(paper_figures("cliniq", "figure 4").set_index(["group", "metric"]).index)
-    counts = statistics.match_type_counts(benchmark)
-    assert counts.to_numpy().sum() == 2835
-    shares = statistics.share_rows(benchmark, Resampling(50)).set_index(["group", "metric"])["ours"]
-    assert shares["drug", "string (%)"] == pytest.approx(100 * counts.loc["drug", "string"] / counts.loc["drug"].sum())
-    assert shares["all"].sum() == pytest.approx(100)
-    beside = statistics.shares_with_paper(statistics.share_rows(benchmark, Resampling(50)))
-    paper = beside.set_index(["group", "metric"])["paper"]
-    assert paper["all"].sum() == pytest.approx(100) and paper["all", "string (%)"] == pytest.approx(37.755, abs=0.001)
-    assert paper["drug", "string (%)"] == 70 and paper["disease"].isna().all()
 
 
 def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
@@ -178,11 +158,13 @@ def test_mimic3_in_miniature_by_a_real_server(tmp_path):
     orders = {order for lines in admissions.drugs.values() for order in lines}
     with chat_server(reply) as chat:
         server = Server(chat.base_url, "m")
-        names = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False).names
+        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False)
         draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
         strings = judging.string_matches(draft.queries, draft.corpus)
         questions = judging.judgment_questions(draft, strings, CliniqSizes())
-        judged = judging.judge(draft, questions, server=server, store=tmp_path / "j.jsonl", progress=False)
+        judged = judging.judge(
+            draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl", progress=False
+        )
     benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(judged.labels))
     construction.save_benchmark(benchmark, tmp_path / "out", "all")
     read = load_benchmark(tmp_path / "out", "all")
@@ -200,7 +182,6 @@ def test_each_profile_has_settings_and_only_mimic_makes_its_judgments_anew():
     for name in ("open", "smoke", "mimic"):
         chosen = load_profile(name).cliniq
         assert chosen.recorded == (name != "mimic")
-    assert construction.judge_files(load_profile("mimic")) == []
 
 
 def test_the_open_profiles_steps_give_the_published_benchmark():
@@ -212,4 +193,35 @@ def test_the_open_profiles_steps_give_the_published_benchmark():
     benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(*judges))
     assert benchmark == load_benchmark(OPEN_CLINIQ, "test")
     assert counted["judge_a"].sum() == 6258 and counted.loc["not relevant", "adjudicated"] == 108
-    assert [path.name for path in construction.judge_files(load_profile("open"))] == ["judge_a.tsv", "judge_b.tsv"]
+    assert list(counted) == ["judge_a", "judge_b", "adjudicated"] and len(judges) == 3
+
+
+PAIRS = [(f"q{i}", f"n{i // 3}_0") for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kappa", "why"),
+    [
+        ([0, 4], [1, 7], -0.2, ["", "no pair that both judges call relevant"]),
+        ([], [], None, ["both judges give all pairs one answer", "no pair that both judges call relevant"]),
+        (range(12), range(12), None, ["both judges give all pairs one answer", ""]),
+    ],
+    ids=["disjoint", "nothing relevant", "everything relevant"],
+)
+def test_judges_that_cannot_be_compared_get_nan_and_a_reason(first, second, kappa, why, recwarn):
+    a, b = ({PAIRS[i]: "synonym" for i in part} for part in (first, second))
+    rows = agreement.agreement_rows("a with b", a, b, PAIRS, Resampling(50))
+    assert list(rows["why"]) == why and list(rows["ours"].isna()) == [bool(reason) for reason in why]
+    assert rows.loc[rows["ours"].isna(), ["low", "high"]].isna().all(axis=None)
+    assert kappa is None or rows.loc[0, "ours"] == pytest.approx(100 * kappa)
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+    table = agreement.table2([a, b, dict.fromkeys({*a} ^ {*b}, "synonym")], PAIRS, Resampling(50))
+    assert (
+        table.loc[table["ours"].isna() & table["paper"].isna(), "why"].all()
+        and "–" in show_table(table, Layout(rows=("system",), columns=("group",))).to_string()
+    )
+
+
+def test_without_a_pair_there_is_no_agreement():
+    rows = agreement.agreement_rows("a with b", {}, {}, [], Resampling(50))
+    assert rows["ours"].isna().all() and list(rows["why"]) == ["no pair was judged"] * 2

