@@ -65,6 +65,19 @@ def percentile_interval(draws: np.ndarray) -> np.ndarray:
         return np.nanpercentile(draws, [2.5, 97.5], axis=0)
 
 
+def bootstrap_means(
+    values: np.ndarray,
+    resampling: Resampling,
+    queries: np.ndarray | None = None,
+    patients: np.ndarray | None = None,
+) -> np.ndarray:
+    """Bootstrap draws [samples] or [samples, metrics] of the mean of `values` [searches] or [searches, metrics]."""
+    values = np.asarray(values, dtype=float)
+    parts = np.column_stack([values, np.ones(len(values))])
+    draws = bootstrap(parts, lambda sums: sums[..., :-1] / sums[..., -1:], resampling, queries, patients)
+    return draws.reshape(len(draws), *values.shape[1:])
+
+
 def bootstrap_interval(
     values: np.ndarray,
     resampling: Resampling,
@@ -72,10 +85,7 @@ def bootstrap_interval(
     patients: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """95% percentile bootstrap interval of the mean: (low, high) of `values` [searches] or [searches, metrics]."""
-    values = np.asarray(values, dtype=float)
-    parts = np.column_stack([values, np.ones(len(values))])
-    draws = bootstrap(parts, lambda sums: sums[..., :-1] / sums[..., -1:], resampling, queries, patients)
-    low, high = percentile_interval(draws.reshape(len(draws), *values.shape[1:]))
+    low, high = percentile_interval(bootstrap_means(values, resampling, queries, patients))
     return low, high
 
 

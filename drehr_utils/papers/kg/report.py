@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from drehr_utils.evaluation import intervals, tables
@@ -34,24 +33,21 @@ def compare(
 
 
 def gain_draws(
-    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path, n: int
+    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path
 ) -> pd.DataFrame:
-    """Bootstrap draws of every cell's gain over the model `against`, in points: [n, (system, group, metric)].
+    """Bootstrap draws of every cell's gain over the model `against`, in points: [samples, (system, group, metric)].
 
     A draw takes a test set's gold concepts with repetition, each with all its mentions and the same for every system
     and metric, so that any statistic over cells has its interval: take it draw by draw."""
-    columns = {}
+    frames = []
     by = {"index": ["query_id", "search_id"], "columns": "metric", "values": "value"}
     for group, test_set in test_sets.items():
         values = {model: recall(profile, test_set, model).pivot(**by) for model in (against, *systems.values())}
-        mentions = values[against].groupby("query_id").size().to_numpy()
-        rng, share = np.random.default_rng(profile.seed), np.full(len(mentions), 1 / len(mentions))
-        weights = rng.multinomial(len(mentions), share, n)
-        for name, model in systems.items():
-            gains = (values[model] - values[against]).groupby("query_id").sum()
-            for metric, gain in gains.items():
-                columns[name, group, metric] = weights @ gain.to_numpy() / (weights @ mentions)
-    return pd.DataFrame(columns).rename_axis(columns=["system", "group", "metric"])
+        gains = pd.concat({(s, group): values[m] - values[against] for s, m in systems.items()}, axis=1)
+        concepts = gains.index.get_level_values("query_id")
+        draws = intervals.bootstrap_means(gains.to_numpy(), profile.resampling, concepts)
+        frames.append(pd.DataFrame(draws, columns=gains.columns))
+    return pd.concat(frames, axis=1).rename_axis(columns=["system", "group", "metric"])
 
 
 def learnt(profile: Profile, model: Path, test_set: TestSet) -> dict[str, float]:
