@@ -35,13 +35,9 @@ class MedQuad:
 
     def part(self, rows: Sequence[int], columns: Sequence[int]) -> MedQuad:
         """The queries and passages at these places of a score matrix."""
-
-        def at(places: Sequence[int], of: dict) -> dict:
-            items = list(of.items())
-            return dict(items[i] for i in places)
-
-        aspects, qrels = at(rows, self.aspects), at(rows, self.qrels)
-        return MedQuad(at(rows, self.queries), aspects, at(columns, self.passages), qrels)
+        ids, kept = list(self.queries), list(self.passages)
+        queries, aspects, qrels = ({ids[i]: d[ids[i]] for i in rows} for d in (self.queries, self.aspects, self.qrels))
+        return MedQuad(queries, aspects, {kept[i]: self.passages[kept[i]] for i in columns}, qrels)
 
     def head(self, n: int) -> MedQuad:
         """The first n queries and the first passages up to the last one that answers them; for quick runs."""
