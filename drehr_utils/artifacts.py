@@ -177,6 +177,8 @@ def _plain(part: Any) -> Any:
     if isinstance(part, Path):
         if part.is_dir():
             return {p.relative_to(part).as_posix(): _plain(p) for p in sorted(part.rglob("*")) if p.is_file()}
+        if not part.exists():
+            raise DataError(f"{part.name}: no such file or folder in {part.parent.name or 'the root'}/")
         stat = part.stat()
         return _content(part, stat.st_size, stat.st_mtime_ns)
     if dataclasses.is_dataclass(part):  # one that comes later, with a default, changes no digest

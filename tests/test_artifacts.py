@@ -29,6 +29,8 @@ def test_a_digest_changes_with_what_made_the_artifact(tmp_path):
     assert artifacts.digest(np.arange(3)) != artifacts.digest(np.arange(3.0))
     with pytest.raises(TypeError):
         artifacts.digest(object())
+    with pytest.raises(DataError, match="nowhere: no such file or folder in"):
+        artifacts.digest(tmp_path / "nowhere")
 
 
 def test_a_new_field_with_a_default_changes_no_digest():

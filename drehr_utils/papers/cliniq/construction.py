@@ -28,7 +28,7 @@ from drehr_utils.papers.cliniq.judging import (
 )
 from drehr_utils.profiles import Profile
 
-JUDGMENT_STORE = "cliniq/judgments.jsonl"  # a language model's answers, so that a stopped run goes on
+JUDGMENT_STORE = "llm/judgments.sqlite"  # a language model's answers, so that a stopped run goes on
 TYPE_OF_KIND = {"diagnosis": "disease", "procedure": "procedure", "drug": "drug"}
 
 
@@ -130,7 +130,7 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
-    names, _ = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "cliniq/drug_names.jsonl")
+    names, _ = curation.clean_drugs_by_llm(orders, server=server, store=profile.cache / "llm/drug_names.sqlite")
     return curation.curate(admissions, names)
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+import sqlite3
 from collections import Counter
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
             return 400  # an error of the request: no answer
         return good
 
-    store, settings = tmp_path / "j.jsonl", CliniqSizes(terms_per_call=2, attempts=3)
+    store, settings = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2, attempts=3)
     with chat_server(reply) as server:
         options = dict(server=Server(server.base_url, "m", concurrency=1), store=store, progress=False)
         judged = judging.judge(toy, questions, settings, **options)
@@ -179,7 +180,7 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
 
 def test_resumes_after_the_server_died(toy, tmp_path):
     questions, chunk_ids = asked_questions(toy), {text: c for c, text in toy.corpus.items()}
-    store, settings, count = tmp_path / "j.jsonl", CliniqSizes(terms_per_call=2), Counter()
+    store, settings, count = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2), Counter()
 
     def dies(prompt: str, body: dict) -> str | int:
         count["n"] += 1
@@ -192,7 +193,7 @@ def test_resumes_after_the_server_died(toy, tmp_path):
     with chat_server(dies) as server, pytest.raises(DataError, match="does not answer"):
         run(server)
     left = strict.unanswered([q.request for q in questions], store=store)
-    assert len(left) == 2 and len(store.read_text().splitlines()) == 3
+    assert len(left) == 2 and sqlite3.connect(store).execute("SELECT COUNT(*) FROM answers").fetchone() == (3,)
     with chat_server(lambda prompt, body: answer_of(prompt, chunk_ids)) as server:
         judged = run(server)
         assert len(server.bodies) == 2  # only what was missing
@@ -202,7 +203,7 @@ def test_resumes_after_the_server_died(toy, tmp_path):
 def test_another_term_or_chunk_is_another_question(toy, tmp_path):
     """A changed query makes the stored answer stale: it isn't taken for the new one."""
     questions, chunk_ids = asked_questions(toy), {text: c for c, text in toy.corpus.items()}
-    store, settings = tmp_path / "j.jsonl", CliniqSizes(terms_per_call=2)
+    store, settings = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2)
     with chat_server(lambda prompt, body: answer_of(prompt, chunk_ids)) as server:
         judging.judge(toy, questions, settings, server=Server(server.base_url, "m"), store=store, progress=False)
     toy.queries["q1"] = "high blood pressure"
