@@ -58,7 +58,7 @@ def _scores(profile: Profile, train: Task, dev: linking.TestSet, config: PairCon
     for score in intervals.result_rows("", "", "", ours, profile.resampling, base).round(4).itertuples():
         row |= {score.metric: score.ours, f"{score.metric} low": score.low, f"{score.metric} high": score.high,
                 f"{score.metric} p": score.p}  # fmt: skip
-    return pd.DataFrame([row | {"mentions": len(dev.mentions)}])
+    return pd.DataFrame([row | {"mentions": len(dev.mentions)}], dtype=object)  # Record would round 3e-5 to 0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
             train, dev = systems.tasks(profile)[task][0], systems.own_dev(profile, task)
         for config in candidates(profile, task):
             key = {"task": task, "config": artifacts.digest(config)}
-            if RECORD.add(profile, key, lambda t=train, d=dev, c=config: _scores(profile, t, d, c), options.remake):
-                print(key | {"learning rate": config and config.learning_rate}, flush=True)
+            RECORD.add(profile, key, lambda t=train, d=dev, c=config: _scores(profile, t, d, c), options.remake)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def test_the_search_keeps_other_rows_and_the_committed_record(tmp_path, monkeypa
     committed = rate_search.RECORD.path(load_profile("open"))
     before = committed.read_bytes()
     monkeypatch.setattr(profiles, "ROOT", tmp_path)  # Profile.cache
-    monkeypatch.setattr(rate_search, "CHOICES", {"Comb": [(1e-4, 20.0, False)], "Supervised": [(1e-4, 20.0, False)]})
+    monkeypatch.setattr(rate_search, "CHOICES", {"Comb": [(3e-5, 20.0, False)], "Supervised": [(3e-5, 20.0, False)]})
     made = []
 
     def score(profile, test_set, model):
@@ -243,6 +243,7 @@ def test_the_search_keeps_other_rows_and_the_committed_record(tmp_path, monkeypa
     rate_search.main(["--profile", "smoke"])
     record = rate_search.RECORD.read(load_profile("smoke"))
     assert record["task"].tolist() == ["Comb", "Comb", "Supervised", "Supervised"]
+    assert record["learning rate"].dropna().tolist() == [3e-5, 3e-5]  # not rounded to 0
     assert record["R@1"].tolist() == [50, 75, 50, 75] and record["R@1 p"].isna().tolist() == [True, False] * 2
     assert record[["mentions", "date", "machine", "minutes"]].notna().all(axis=None)
     made.clear()
