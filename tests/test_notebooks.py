@@ -11,6 +11,7 @@ from drehr_utils.profiles import ROOT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_runs_under_smoke(path):
     assert run.main(["--profile", "smoke", "--only", path.stem[:2]]) == 0

@@ -106,6 +106,7 @@ def test_same_matches_as_the_reference_on_random_text(letters):
     assert [[tuple(m) for m in matcher.find_all([text])[0]] for text in texts] == expected  # each at the row's end
 
 
+@pytest.mark.slow
 def test_same_matches_as_the_reference_on_all_open_notes():
     profile = load_profile("open")
     matcher = pipeline.matcher(profile)

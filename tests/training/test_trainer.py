@@ -96,6 +96,7 @@ def test_gradients_equal_those_of_every_entity_encoded_by_itself():
     assert torch.allclose(ours, plain, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_learns_is_repeatable_and_resumes_where_it_stopped(tmp_path):
     def run(folder, callbacks=()):
         encoder = pipeline.starting_encoder(load_profile("smoke"))
@@ -253,6 +254,7 @@ def test_what_is_left_out_contributes_nothing_to_the_loss():
     assert one == other != trainer.contrastive_loss(S, columns, known, CONFIG).item()
 
 
+@pytest.mark.slow
 def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_path):
     others = [f"{entity} {aspect}" for entity in ("gout", "scurvy", "rabies") for aspect in ("treatment", "causes")]
     start = encoders.encode(pipeline.starting_encoder(load_profile("smoke")), others)

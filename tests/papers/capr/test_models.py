@@ -177,7 +177,10 @@ def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():
         assert model.train().training and model.encoder.training is not frozen
 
 
-@pytest.mark.parametrize("name", [systems.BI_SHARED, systems.POLY, systems.CROSS, systems.CDV])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (systems.BI_SHARED, systems.POLY, systems.CROSS)]
+
+
+@pytest.mark.parametrize("name", [*SLOW, systems.CDV])
 def test_training_teaches_and_is_repeatable(name, tmp_path):
     profile = load_profile("smoke")
     config = StageConfig(batch_size=3, epochs=25, learning_rate=1e-3 if name == systems.CDV else 2e-4, dropout=0.0)

@@ -26,6 +26,7 @@ def differences(a: dict, b: dict) -> set[str]:
     return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
 
 
+@pytest.mark.slow
 def test_two_trained_ablations_differ_by_their_sources_only():
     profile = load_profile("smoke")
     rows = ablations.stage1_ablation(profile)

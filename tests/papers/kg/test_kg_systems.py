@@ -359,6 +359,7 @@ SMALL = Task.from_pairs("s", "g", [(f"{w} of the {x}", f"{x} {w}") for w in ("pa
 OTHER = Task.from_pairs("o", "g", [("kidney stone", "renal calculus"), ("heart attack", "myocardial infarction")])
 
 
+@pytest.mark.slow
 def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
     profile = load_profile("smoke")
     config = PairConfig(batch_size=4, max_steps=6, learning_rate=1e-4, warmup_ratio=0.5)

@@ -85,6 +85,7 @@ def test_a_matched_sentence_is_never_the_unmatched_one():
         TripletSet.build(ENTRIES[:1])
 
 
+@pytest.mark.slow
 def test_training_tells_a_finding_from_its_denial_and_repeats_itself():
     config = TripletConfig(batch_size=3, mega_batch=6, epochs=4, learning_rate=2e-4)
     start = encoders.load_encoder("minilm")
