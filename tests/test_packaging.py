@@ -40,6 +40,7 @@ def run(installed, cwd, code):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_an_installed_package_finds_the_checkout_it_runs_in_or_says_what_is_missing(installed, tmp_path):
     code = "from drehr_utils import profiles; print(profiles.__file__, profiles.ROOT, sep='\\n')"
     where, root = run(installed, ROOT / "notebooks", code).stdout.split()

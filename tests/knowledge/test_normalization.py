@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 from sentence_transformers import SentenceTransformer
 
 from drehr_utils import config, pipeline
@@ -50,6 +51,7 @@ def test_no_rule_rewrites_what_another_wrote():
     assert ("d" in ordered) != ("e" in ordered)  # they stand for each other: one rule goes
 
 
+@pytest.mark.slow
 def test_in_the_open_graph_the_rules_in_turn_are_one_pass():
     profile = load_profile("open")
     encoder = pipeline.starting_encoder(profile)

@@ -89,6 +89,7 @@ for request in drugs(1_000_000):
 """
 
 
+@pytest.mark.slow
 def test_no_answer_that_was_committed_is_lost(tmp_path):
     """Killed again and again in the middle of appending, which goes on from the first answer each time."""
     store, most = tmp_path / "s.sqlite", 0

@@ -104,6 +104,7 @@ def test_a_key_and_its_sets_are_of_the_same_answers(profile, serving):
     assert entities(lenient)[lost] == everything(lost, profile) and len(server.bodies) == wanted + 1
 
 
+@pytest.mark.slow
 def test_abbreviations_come_in_later_too(profile, serving):
     chunk_id, lenient = chunk_with(profile, "htn, gastro"), replace(profile, unanswered=0.5)
 

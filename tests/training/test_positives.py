@@ -142,6 +142,7 @@ def test_aliases_are_replaced_in_place():
     assert changed == {"on ibuprofen, (acetaminophen) for oa", "on advil, (acetaminophen) for oa"}
 
 
+@pytest.mark.slow
 def test_the_open_profiles_sets_look_like_the_papers():
     """Not equality: another corpus and graph. Orders of magnitude, and that no hyponym of a match slipped in."""
     profile = load_profile("open")

@@ -265,6 +265,7 @@ def test_the_supervised_losss_dev_notes_are_training_notes(profile):
     assert {text for text, _ in pairs_of(chosen_by)} <= {m.text for m in whole.of_documents(trained_on).mentions}
 
 
+@pytest.mark.slow
 def test_gain_draws_centre_on_the_gain_and_pair_the_systems(profile, tasks):
     test_sets = {t.name: t for t in systems_module.test_sets(profile)[:1]}
     systems = {"BM25": "BM25", "the same": "BM25", "start": "start"}
@@ -381,6 +382,7 @@ def test_training_learns_repeats_and_sums_the_losses_of_two_tasks(tmp_path):
     assert loss[0] == pytest.approx(expected.item(), rel=0.05) and loss[-1] < loss[0]
 
 
+@pytest.mark.slow
 def test_trained_model_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(profiles, "ROOT", tmp_path)  # Profile.cache
     profile = replace(load_profile("smoke"), seed=1)
