@@ -127,10 +127,8 @@ base = "smoke"
 max_train_notes = 2
 max_eval_patients = 2
 save_steps = 1
-[published.stage1]
-max_steps = 6
-batch_size = 4
-positives_per_chunk = 8
+[published]
+stage1 = "none"
 [published.stage2]
 max_steps = 6
 batch_size = 4
