@@ -22,6 +22,7 @@ class StageConfig:
     max_steps: int | None = None  # cuts the epochs short; None: all of them
     learning_rate: float = 1e-4
     warmup_ratio: float = 0.1
+    per_anchor: bool = False  # the loss: equations 1-3, a logarithm an anchor; else the authors' code's, one a batch
     mask_false_negatives: bool = False  # a term that is positive for a chunk is never its negative
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
     substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept

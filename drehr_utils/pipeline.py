@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
@@ -36,6 +37,7 @@ from drehr_utils.training.sampling import TrainingSet
 
 READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
+Measured = tuple[int, Callable[[SentenceTransformer], dict[str, float]]]  # every so many steps, what of the model
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
 
 
@@ -263,8 +265,10 @@ def _train(
     config: StageConfig,
     start: Path | SentenceTransformer,
     folder: Path,
+    measured: Measured | None = None,
 ) -> Path:
-    """One trained stage's folder, made when it isn't there: the model, and its loss curve in loss.csv."""
+    """One trained stage's folder, made when it isn't there: the model, its loss curve in loss.csv, and in measured.csv
+    what was measured on the way."""
     work = profile.cache / "checkpoints" / folder.name
 
     def make(partial: Path) -> None:
@@ -276,9 +280,14 @@ def _train(
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
         data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
-        curve = trainer.train_stage(encoder, data, config, work, reference=reference, save_steps=profile.save_steps)
+        curves = [trainer.Curve(work / "measured.csv", *measured)] if measured else []
+        loss = trainer.train_stage(
+            encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=curves
+        )
         encoders.save_encoder(encoder, partial)
-        curve.to_csv(partial / "loss.csv", index=False)
+        for curve in curves:
+            shutil.copy(curve.path, partial)
+        loss.to_csv(partial / "loss.csv", index=False)
         made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
         (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
 
@@ -287,8 +296,11 @@ def _train(
     return folder
 
 
-def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.DataFrame]]:
-    """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage.
+def train_recipe(
+    profile: Profile, recipe: Recipe, measured: Measured | None = None
+) -> tuple[Path, dict[str, pd.DataFrame]]:
+    """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage; with
+    `measured`, each has what trainer.Curve measures in the columns beside the loss.
 
     Stages that two recipes share are trained once."""
     models = profile.cache / "models"
@@ -301,8 +313,11 @@ def train_recipe(profile: Profile, recipe: Recipe) -> tuple[Path, dict[str, pd.D
             graph = _graph_digest(profile) if config.uses_graph else None
             made_of, sets = _positives(profile, stage)
             key = artifacts.digest(key, stage, config, made_of, graph)
-            folder = _train(profile, sets, config, folder or _untrained(profile, recipe), models / f"{stage}-{key}")
+            start = folder or _untrained(profile, recipe)
+            folder = _train(profile, sets, config, start, models / f"{stage}-{key}", measured)
             curves[stage] = pd.read_csv(folder / "loss.csv")
+            if (points := folder / "measured.csv").exists():
+                curves[stage] = curves[stage].merge(pd.read_csv(points), on="step", how="left")
     if folder is None:
         folder = artifacts.cached_folder(
             models / f"untrained-{key}", lambda partial: encoders.save_encoder(_untrained(profile, recipe), partial)
@@ -324,11 +339,11 @@ def trained_model(profile: Profile, system: str) -> tuple[Path, dict[str, pd.Dat
     `data/cache/<profile>/models/<system>` is a link to the folder, so that
     `SentenceTransformer("data/cache/open/models/drehr-improved")` just works."""
     folder, curves = train_recipe(profile, recipe_of(profile, system))
-    _link(profile.cache / "models" / FOLDER_OF_SYSTEM[system], folder)
+    link(profile.cache / "models" / FOLDER_OF_SYSTEM[system], folder)
     return folder, curves
 
 
-def _link(name: Path, folder: Path) -> None:
+def link(name: Path, folder: Path) -> None:
     """A relative link, replaced in one step."""
     fresh = name.with_name(f"partial-{name.name}")
     fresh.unlink(missing_ok=True)

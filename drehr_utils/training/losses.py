@@ -1,6 +1,7 @@
 """Multi-similarity loss over a similarity matrix and two masks (DR.EHR §3.3, equations 1-3; Wang et al., 2019).
 
-Every function takes S, float [anchors, samples], cosine similarities, and boolean masks of the same shape: `positives`
+Twice: as the equations have it, and as the authors' public code computes it, which is not the same (notebook 05). Every
+function takes S, float [anchors, samples], cosine similarities, and boolean masks of the same shape: `positives`
 P(i) and `negatives` N(i) of each anchor i. A pair in neither mask is left out, which is what makes false-negative
 masking and contrasting in both directions one-liners for the caller.
 """
@@ -41,17 +42,38 @@ def multi_similarity_loss(
     lam: float = LAMBDA,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Equation 3, averaged over the anchors. Scalar.
+    """Equation 3, averaged over the anchors: mining and both logarithms are per anchor. Scalar.
 
-    Mining and sums are per anchor, as the equations have it; DR.EHR's public code multiplies similarities by the
-    mining masks and sums over the whole batch inside one logarithm instead. An anchor without negatives (or without
-    positives) has nothing to contrast and gives zero."""
+    An anchor without negatives (or without positives) has nothing to contrast and gives zero."""
     with torch.no_grad():  # mining chooses pairs; no gradient flows through the choice
         P = informative_positives(S, positives, negatives, epsilon)
         N = informative_negatives(S, positives, negatives, epsilon)
     pull = _log1p_sum_exp(-alpha * (S - lam), P) / alpha
     push = _log1p_sum_exp(beta * (S - lam), N) / beta
     return (pull + push).mean()
+
+
+def batch_multi_similarity_loss(
+    S: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    *,
+    alpha: float = ALPHA,
+    beta: float = BETA,
+    lam: float = LAMBDA,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """Equation 3 as DR.EHR's public code computes it. Scalar.
+
+    Mining is per anchor, as in equations 1 and 2, but it sets the similarities of the pairs that it leaves out to 0
+    and keeps them in the sums, where each adds exp(αλ) or exp(-βλ); and there is one logarithm over all positive pairs
+    of the batch, one over all negative ones. Their sum is divided by the number of anchors."""
+    with torch.no_grad():
+        P = informative_positives(S, positives, negatives, epsilon)
+        N = informative_negatives(S, positives, negatives, epsilon)
+    pull = _log1p_sum_exp((-alpha * (S * P - lam)).reshape(1, -1), positives.reshape(1, -1)) / alpha
+    push = _log1p_sum_exp((beta * (S * N - lam)).reshape(1, -1), negatives.reshape(1, -1)) / beta
+    return (pull + push).squeeze() / len(S)
 
 
 def embedding_drift(embeddings: Tensor, before: Tensor) -> Tensor:

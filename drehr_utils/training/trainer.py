@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from drehr_utils import artifacts
+from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
 from drehr_utils.training import losses
 from drehr_utils.training.encoders import embed_buckets, has_fast_bf16
@@ -27,13 +27,15 @@ def contrastive_loss(
     S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None,
     hard: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities].
+    """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities]:
+    the authors' code's, or with `per_anchor` the equations'.
 
     Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
     are its positives, the others' its negatives (in-batch negatives, §3.3). `mask_false_negatives` leaves out the
     others' draws that are known positives of the chunk. Pairs of `left_out` [chunks, entities] are no negatives either.
     Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
-    over the batch's chunks."""
+    over the batch's chunks; one logarithm a batch is divided by the number of chunks in both directions."""
+    multi_similarity = losses.multi_similarity_loss if config.per_anchor else losses.batch_multi_similarity_loss
     hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
     left_out, hard = (torch.zeros_like(known) if mask is None else mask for mask in (left_out, hard))
     (n_chunks, n_drawn), flat, beside = columns.shape, columns.reshape(-1), hard.any(dim=0)
@@ -42,13 +44,14 @@ def contrastive_loss(
     sampled = torch.cat([S[:, flat], S[:, beside]], dim=1)
     positives = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
     negatives = torch.cat([~own & ~spared[:, flat], hard[:, beside]], dim=1)
-    loss = losses.multi_similarity_loss(sampled, positives, negatives, **hyper)
+    loss = multi_similarity(sampled, positives, negatives, **hyper)
     if config.both_ways:
         drawn = torch.zeros_like(known).scatter_(1, columns, True)
         positives = known if config.mask_false_negatives else drawn
         anchors = drawn.any(dim=0)  # a term that is only a hard negative has nothing to find
         terms = (S.T[anchors], positives.T[anchors], (~positives & ~left_out).T[anchors])
-        loss = (loss + losses.multi_similarity_loss(*terms, **hyper)) / 2
+        back = multi_similarity(*terms, **hyper)
+        loss = (loss + (back if config.per_anchor else back * len(terms[0]) / n_chunks)) / 2
     return loss
 
 
@@ -58,6 +61,20 @@ class StepBar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **_):
         if self.training_bar is not None and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
+
+
+class Curve(TrainerCallback):
+    """Measures the model every so many steps and after the last, into the table `path`; a resumed run adds to it."""
+
+    def __init__(self, path: Path, every: int, measure: Callable[[torch.nn.Module], dict[str, float]]):
+        self.path, self.every, self.measure = path, every, measure
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            rows = pd.read_csv(self.path).to_dict("records") if self.path.exists() else []
+            rows = [row for row in rows if row["step"] < state.global_step]  # a killed run made some of them twice
+            table = pd.DataFrame([*rows, {"step": state.global_step} | self.measure(model)])
+            files.write_atomically(self.path, table.to_csv(index=False).encode())
 
 
 class ScheduledTrainer(Trainer):

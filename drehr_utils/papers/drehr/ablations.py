@@ -58,9 +58,7 @@ def stage1_ablation(profile: Profile) -> dict[str, Recipe]:
 
 def control(profile: Profile) -> Recipe:
     """Stage II alone for the steps of both stages: what the ablation's other rows owe to training longer."""
-    first, second = (getattr(shortened(profile, profile.published), stage) for stage in ("stage1", "stage2"))
-    steps = second.max_steps and first.max_steps + second.max_steps
-    return Recipe(stage2=replace(second, max_steps=steps, epochs=first.epochs + second.epochs))
+    return replace(profile, published=shortened(profile, profile.published)).without_stage1()
 
 
 def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
