@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from sentence_transformers import SentenceTransformer
+from transformers import TrainerCallback
 
 from drehr_utils import artifacts
 from drehr_utils.config import START as START
@@ -37,7 +39,6 @@ from drehr_utils.training.sampling import TrainingSet
 
 READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
-Measured = tuple[int, Callable[[SentenceTransformer], dict[str, float]]]  # every so many steps, what of the model
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
 
 
@@ -243,7 +244,7 @@ def starting_encoder(profile: Profile) -> SentenceTransformer:
     return encoders.load_encoder(profile.encoder, profile.pooling)
 
 
-def _start_digest(profile: Profile) -> str:
+def start_digest(profile: Profile) -> str:
     """Of the starting encoder: a folder's content, a package's version, a hub's name."""
     return artifacts.digest(encoders.identity(profile.encoder), profile.pooling)
 
@@ -265,10 +266,10 @@ def _train(
     config: StageConfig,
     start: Path | SentenceTransformer,
     folder: Path,
-    measured: Measured | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
-    """One trained stage's folder, made when it isn't there: the model, its loss curve in loss.csv, and in measured.csv
-    what was measured on the way."""
+    """One trained stage's folder, made when it isn't there: the model, its loss curve in loss.csv, what a trainer.Curve
+    among the callbacks measured, and in stage.json what it is made of and the minutes since its last start."""
     work = profile.cache / "checkpoints" / folder.name
 
     def make(partial: Path) -> None:
@@ -280,15 +281,16 @@ def _train(
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
         data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
-        curves = [trainer.Curve(work / "measured.csv", *measured)] if measured else []
+        begun = time.time()
         loss = trainer.train_stage(
-            encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=curves
+            encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=callbacks
         )
         encoders.save_encoder(encoder, partial)
-        for curve in curves:
-            shutil.copy(curve.path, partial)
+        if (measured := work / trainer.MEASURED).exists():
+            shutil.copy(measured, partial)
         loss.to_csv(partial / "loss.csv", index=False)
         made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
+        made_of["minutes"] = round((time.time() - begun) / 60, 1)
         (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
 
     artifacts.cached_folder(folder, make)
@@ -296,15 +298,21 @@ def _train(
     return folder
 
 
+def curve(folder: Path) -> pd.DataFrame:
+    """A trained stage's loss curve, with what was measured on the way in the columns beside it."""
+    losses = pd.read_csv(folder / "loss.csv")
+    points = folder / trainer.MEASURED
+    return losses.merge(pd.read_csv(points), on="step", how="left") if points.exists() else losses
+
+
 def train_recipe(
-    profile: Profile, recipe: Recipe, measured: Measured | None = None
+    profile: Profile, recipe: Recipe, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Path, dict[str, pd.DataFrame]]:
-    """The model folder that a recipe gives, trained where it isn't there, and the loss curve of each stage; with
-    `measured`, each has what trainer.Curve measures in the columns beside the loss.
+    """The model folder that a recipe gives, trained where it isn't there, and the curve of each stage.
 
     Stages that two recipes share are trained once."""
     models = profile.cache / "models"
-    key = artifacts.digest(train_recipe, _start_digest(profile), profile.lora, profile.seed)
+    key = artifacts.digest(train_recipe, start_digest(profile), profile.lora, profile.seed)
     if recipe.read_names:
         key = artifacts.digest(key, "names read", _graph_digest(profile))
     folder, curves = None, {}
@@ -314,10 +322,8 @@ def train_recipe(
             made_of, sets = _positives(profile, stage)
             key = artifacts.digest(key, stage, config, made_of, graph)
             start = folder or _untrained(profile, recipe)
-            folder = _train(profile, sets, config, start, models / f"{stage}-{key}", measured)
-            curves[stage] = pd.read_csv(folder / "loss.csv")
-            if (points := folder / "measured.csv").exists():
-                curves[stage] = curves[stage].merge(pd.read_csv(points), on="step", how="left")
+            folder = _train(profile, sets, config, start, models / f"{stage}-{key}", callbacks)
+            curves[stage] = curve(folder)
     if folder is None:
         folder = artifacts.cached_folder(
             models / f"untrained-{key}", lambda partial: encoders.save_encoder(_untrained(profile, recipe), partial)
@@ -377,7 +383,7 @@ def model_scores(profile: Profile, folder: Path | None, split: str = "test", bf1
     bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some tenths of a point
     at most."""
     bench = benchmark(profile, split)
-    model = folder.resolve() if folder else _start_digest(profile)
+    model = folder.resolve() if folder else start_digest(profile)
     key = artifacts.digest(dense, model, bf16, bench.queries, bench.corpus)
 
     def make() -> np.ndarray:

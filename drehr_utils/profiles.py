@@ -1,8 +1,9 @@
 """Profiles: every path, size and hyper-parameter of a run in one frozen dataclass.
 
-`open` is the default; `full` trains its systems long enough to judge a claim, `smoke` is a slice of it for tests; `mimic` is the paper's scale, its data placed by environment
-variables. One of your own is a TOML file that names a `base` and what differs from it: `load_profile("mine.toml")`, or
-DREHR_PROFILE. A notebook asks for a profile by name and never tests which one it got.
+`open` is the default; `full` trains its systems long enough to judge a claim; `smoke` is a slice for tests; `mimic` is
+the paper's scale, its data placed by environment variables. One of your own is a TOML file that names a `base` and what
+differs from it: `load_profile("mine.toml")`, or DREHR_PROFILE. A notebook asks for a profile by name and never tests
+which one it got.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ import pandas as pd
 import scipy.sparse
 
 from drehr_utils.config import Resampling
-from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark
-from drehr_utils.evaluation.metrics import Scores, multi_patient, single_patient
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES
 
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
 
@@ -139,16 +138,19 @@ def result_rows(
 ) -> pd.DataFrame:
     """Per-search values as long-form rows (RESULT_COLUMNS), one a metric: mean, 95% interval, p against `start`.
 
-    `start` holds another system's values of the same searches; p is empty without it. `paper` is left empty.
+    `start` holds another system's values of the same searches; p is empty without it. `paper` is left empty. Where the
+    values are of several trainings (a column `seed`), the mean is over them too, and the interval draws them as well.
     """
     metrics = list(dict.fromkeys(values["metric"]))
-    matrix, clusters = _matrix(values, metrics)
-    low, high = bootstrap_interval(matrix, resampling, **clusters)
+    seeds, clusters = _matrix(values, metrics)
+    matrix = seeds.mean(axis=1)
+    draws = bootstrap_means(seeds.reshape(len(seeds), -1), resampling, **clusters)
+    low, high = percentile_interval(_over_seeds(draws.reshape(len(draws), *seeds.shape[1:]), resampling.seed))
     p = np.full(len(metrics), np.nan)
     if start is not None:
         if set(start["search_id"]) != set(values["search_id"]):
             raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
-        p = paired_randomization_test(matrix, _matrix(start, metrics)[0], resampling, **clusters)
+        p = paired_randomization_test(matrix, _matrix(start, metrics)[0].mean(axis=1), resampling, **clusters)
     return pd.DataFrame(
         {
             "system": name,
@@ -168,8 +170,11 @@ def gain_rows(
     name: str, setting: str, group: str, values: pd.DataFrame, start: pd.DataFrame, resampling: Resampling
 ) -> pd.DataFrame:
     """What a system gains on `start`, the values of another on the same searches, as result_rows: `ours` is the mean
-    difference, `low` and `high` its paired 95% bootstrap interval, `p` the paired randomization test's."""
-    paired = values.merge(start, on=[c for c in values if c != "value"], suffixes=("", " of start"))
+    difference, `low` and `high` its paired 95% bootstrap interval, `p` the paired randomization test's. Trainings are
+    paired by seed where both systems have the same ones, else compared with the mean over those of `start`."""
+    if "seed" in start and ("seed" not in values or set(values["seed"]) != set(start["seed"])):
+        start = start.groupby([c for c in start if c not in ("seed", "value")], as_index=False)["value"].mean()
+    paired = values.merge(start, on=[c for c in start if c != "value"], suffixes=("", " of start"))
     if len(paired) != len(values) or len(paired) != len(start):
         raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
     differences = paired.assign(value=paired["value"] - paired["value of start"])
@@ -177,33 +182,48 @@ def gain_rows(
 
 
 def evaluate_system(
-    name: str, benchmark: Benchmark, scores: Scores, resampling: Resampling, start: Scores | None = None
+    name: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """A system's long-form rows (RESULT_COLUMNS): both settings, all queries and each query type, each match type.
+    """A system's long-form rows (RESULT_COLUMNS) from its metrics.per_search: both settings, all queries and each query
+    type, each match type.
 
     `group` is `all`, a query type, or (Single-Patient only) a match type; `metric` includes Average. `p` is against
-    `start`, the scores of another system (the starting encoder). A group without a search has no row.
+    `start`, another system's values (the starting encoder). A group without a search has no row.
     """
-    frames = []
-    for setting, measure in (("single", single_patient), ("multi", multi_patient)):
-        ours, base = measure(benchmark, scores), None if start is None else measure(benchmark, start)
-        frames.append((setting, "all", ours, base))
-        for kind in QUERY_TYPES:
-            part = [frame if frame is None else frame[frame["query_type"] == kind] for frame in (ours, base)]
-            frames.append((setting, kind, *part))
-    for match_type in MATCH_TYPES:
-        base = None if start is None else single_patient(benchmark, start, match_type)
-        frames.append(("single", match_type, single_patient(benchmark, scores, match_type), base))
-    rows = [result_rows(name, *frame, resampling, base) for *frame, base in frames if not frame[2].empty]
+
+    def part(frame: pd.DataFrame | None, setting: str, group: str) -> pd.DataFrame | None:
+        if frame is None:
+            return None
+        column, kind = ("query_type", "all") if group in QUERY_TYPES else ("match_type", group)
+        wanted = (frame["setting"] == setting) & (frame["match_type"] == kind) & (frame[column] == group)
+        return frame[wanted].drop(columns=["setting", "match_type"])
+
+    groups = [(setting, group) for setting in ("single", "multi") for group in ("all", *QUERY_TYPES)]
+    groups += [("single", kind) for kind in MATCH_TYPES]
+    parts = [(setting, group, part(values, setting, group), part(start, setting, group)) for setting, group in groups]
+    rows = [result_rows(name, *given, resampling, base) for *given, base in parts if not given[2].empty]
     return pd.concat(rows, ignore_index=True)
 
 
 def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Values [searches, metrics], and the searches' queries and, where the frame has them, patients."""
+    """Values [searches, seeds, metrics], and the searches' queries and, where the frame has them, patients."""
     keys = [key for key in ("search_id", "query_id", "patient") if key in values]
-    wide = values.pivot(index=keys, columns="metric", values="value")[metrics]
+    wide = values.assign(seed=values.get("seed", 0)).pivot(index=keys, columns=["seed", "metric"], values="value")
+    seeds = list(dict.fromkeys(wide.columns.get_level_values("seed")))
     named = {"query_id": "queries", "patient": "patients"}
-    return wide.to_numpy(), {named[key]: wide.index.get_level_values(key).to_numpy() for key in keys[1:]}
+    matrix = np.stack([wide[seed][metrics].to_numpy() for seed in seeds], axis=1)
+    return matrix, {named[key]: wide.index.get_level_values(key).to_numpy() for key in keys[1:]}
+
+
+def _over_seeds(draws: np.ndarray, seed: int) -> np.ndarray:
+    """Draws [samples, metrics] from those of each training [samples, seeds, metrics]: trainings are drawn, too.
+
+    What they spread is scaled by √(n / (n - 1)), for n draws out of n spread less than n trainings do."""
+    (samples, n, _), mean = draws.shape, draws.mean(axis=1)
+    if n == 1:
+        return mean
+    drawn = np.random.default_rng(seed).integers(0, n, (samples, n, 1))
+    return mean + (np.take_along_axis(draws, drawn, axis=1).mean(axis=1) - mean) * np.sqrt(n / (n - 1))
 
 
 def _levels(n: int, queries: np.ndarray | None, patients: np.ndarray | None) -> list[np.ndarray]:

@@ -6,8 +6,10 @@ rank fusion joins in each search's own pool. Runs as dictionaries exist only at 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ir_measures
 import numpy as np
@@ -15,7 +17,7 @@ import pandas as pd
 import scipy.stats
 from ir_measures import AP, RR, R, nDCG
 
-from drehr_utils.data.benchmark import Benchmark, single_patient_tasks
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.search.fusion import rank, reciprocal_rank_fusion, tie_keys
 
 SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note has few chunks (CliniQ §4.3)
@@ -27,51 +29,67 @@ AVERAGE = "Average"  # of the setting's three metrics: what DR.EHR's Tables 5 an
 _BATCH = 256  # queries turned into dictionaries at a time: bounds memory at CliniQ's 1,246 x 16,550 scores
 
 
+class Ranking(NamedTuple):
+    """One search's answer."""
+
+    search_id: str
+    query_id: str
+    patient: str  # the note; in Multi-Patient Retrieval, where a query belongs to no one patient, the query itself
+    chunk_ids: np.ndarray  # best first
+    scores: np.ndarray
+    relevant: dict[str, int]
+
+
+def rankings(benchmark: Benchmark, scores: Scores, setting: str, match_type: str | None = None) -> Iterator[Ranking]:
+    """Every search's ranking in a setting, `single` or `multi`; equal scores in the order of fusion.tie_keys.
+
+    `scores` [queries, chunks] are over the whole corpus; a Single-Patient search reads its note's part."""
+    matrices, ids = _checked(benchmark, scores), np.array(list(benchmark.corpus), dtype=object)
+    columns = {chunk_id: column for column, chunk_id in enumerate(ids)}
+    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
+    searches: Iterable[tuple[str, str, str, np.ndarray, dict[str, int]]]
+    if setting == "single":
+        searches = (
+            (task.search_id, task.query_id, task.note_id, np.array([columns[c] for c in task.chunk_ids]), task.relevant)
+            for task in single_patient_tasks(benchmark, match_type)
+        )
+    else:
+        every = np.arange(len(ids))
+        searches = ((q, q, q, every, benchmark.qrels[q]) for q in benchmark.queries if q in benchmark.qrels)
+    ties = tie_keys(benchmark.queries, benchmark.corpus)
+    for search_id, query_id, patient, pool, relevant in searches:
+        row, keys = rows[query_id], ties[rows[query_id], pool]
+        runs = [matrix[row, pool] for matrix in matrices]
+        found = runs[0] if len(runs) == 1 else reciprocal_rank_fusion(runs, keys)
+        order = rank(found, keys)
+        yield Ranking(search_id, query_id, patient, ids[pool[order]], found[order], relevant)
+
+
 def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None = None) -> pd.DataFrame:
-    """Single-Patient Retrieval: a row (COLUMNS) for each search and metric; `patient` is the note's.
+    """Single-Patient Retrieval: a row (COLUMNS) for each search and metric.
 
     A search is a (patient, query) pair, so a query asked for many patients weighs more: the paper averages over
-    searches ("nearly 28k"). `scores` [queries, chunks] are over the whole corpus; each search reads its note's part.
-    Metrics: MRR, NDCG, MAP without cutoff, and their Average. `match_type` dissects (CliniQ §4.1, DR.EHR Table 5).
+    searches ("nearly 28k"). Metrics: MRR, NDCG, MAP without cutoff, and their Average. `match_type` dissects (CliniQ
+    §4.1, DR.EHR Table 5).
     """
-    matrices = _checked(benchmark, scores)
-    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
-    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
-    ties = tie_keys(benchmark.queries, benchmark.corpus)
-    qrels, run, asked = {}, {}, {}
-    for task in single_patient_tasks(benchmark, match_type):
-        row = rows[task.query_id]
-        pool = np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
-        order = _order([matrix[row, pool] for matrix in matrices], ties[row, pool])
-        run[task.search_id] = {task.chunk_ids[i]: float(-place) for place, i in enumerate(order)}
-        qrels[task.search_id] = task.relevant
-        asked[task.search_id] = (task.query_id, task.note_id)
-    return _frame(benchmark, SINGLE_METRICS, ir_measures.iter_calc(SINGLE_METRICS.values(), qrels, run), asked)
+    return _frame(benchmark, SINGLE_METRICS, rankings(benchmark, scores, "single", match_type))
 
 
 def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
     """Multi-Patient Retrieval: each query that has a relevant chunk, over the whole corpus; rows as single_patient's.
 
-    A query belongs to no one patient, so `patient` is the query itself: intervals draw queries, as the field does.
-    Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients without the code aren't judged beyond string
-    matches, and count as not relevant (CliniQ §3.3, Limitations).
+    Intervals draw queries, as the field does. Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients
+    without the code aren't judged beyond string matches, and count as not relevant (CliniQ §3.3, Limitations).
     """
-    matrices = _checked(benchmark, scores)
-    chunk_ids = np.array(list(benchmark.corpus), dtype=object)
-    asked = [(row, query_id) for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
-    places = [float(-place) for place in range(len(chunk_ids))]
+    return _frame(benchmark, MULTI_METRICS, rankings(benchmark, scores, "multi"))
 
-    def values() -> Iterator[ir_measures.Metric]:
-        for start in range(0, len(asked), _BATCH):
-            batch = asked[start : start + _BATCH]
-            ids = [query_id for _, query_id in batch]
-            rows = [row for row, _ in batch]
-            order = _order([matrix[rows] for matrix in matrices], tie_keys(ids, benchmark.corpus))
-            run = {query_id: dict(zip(chunk_ids[order[i]], places, strict=True)) for i, query_id in enumerate(ids)}
-            qrels = {query_id: benchmark.qrels[query_id] for query_id in ids}
-            yield from ir_measures.iter_calc(MULTI_METRICS.values(), qrels, run)
 
-    return _frame(benchmark, MULTI_METRICS, values(), {query_id: (query_id, query_id) for _, query_id in asked})
+def per_search(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
+    """Every value that a system's tables are made of: COLUMNS after `setting` (single, multi) and `match_type` (all;
+    with single, also each type)."""
+    parts = {("single", "all"): single_patient(benchmark, scores), ("multi", "all"): multi_patient(benchmark, scores)}
+    parts |= {("single", kind): single_patient(benchmark, scores, kind) for kind in MATCH_TYPES}
+    return pd.concat(parts, names=["setting", "match_type", None]).reset_index(["setting", "match_type"])
 
 
 def means(values: pd.DataFrame) -> pd.Series:
@@ -118,22 +136,18 @@ def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
     return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
 
 
-def _frame(benchmark: Benchmark, metrics: dict, values: Iterable, asked: dict) -> pd.DataFrame:
-    """`asked`: search id -> query id, patient."""
-    names = {measure: name for name, measure in metrics.items()}
-    found: dict[str, dict[str, float]] = {search_id: {} for search_id in asked}
-    for value in values:
-        found[value.query_id][names[value.measure]] = 100 * value.value
-    rows = []
-    for search_id, (query_id, patient) in asked.items():
-        scores = [found[search_id][name] for name in metrics]
-        for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
-            rows.append((search_id, query_id, benchmark.query_types[query_id], patient, name, score))
+def _frame(benchmark: Benchmark, metrics: dict, ranked: Iterator[Ranking]) -> pd.DataFrame:
+    names, rows = {measure: name for name, measure in metrics.items()}, []
+    while batch := {ranking.search_id: ranking for ranking in itertools.islice(ranked, _BATCH)}:
+        run = {at: {chunk_id: -float(place) for place, chunk_id in enumerate(r.chunk_ids)} for at, r in batch.items()}
+        found: dict[str, dict[str, float]] = {search_id: {} for search_id in batch}
+        for value in ir_measures.iter_calc(metrics.values(), {at: r.relevant for at, r in batch.items()}, run):
+            found[value.query_id][names[value.measure]] = 100 * value.value
+        for search_id, r in batch.items():
+            scores = [found[search_id][name] for name in metrics]
+            for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
+                rows.append((search_id, r.query_id, benchmark.query_types[r.query_id], r.patient, name, score))
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _order(runs: list[np.ndarray], ties: np.ndarray) -> np.ndarray:
-    return rank(runs[0] if len(runs) == 1 else reciprocal_rank_fusion(runs, ties), ties)
 
 
 def _checked(benchmark: Benchmark, scores: Scores) -> list[np.ndarray]:

@@ -63,18 +63,22 @@ class StepBar(ProgressCallback):
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
 
 
-class Curve(TrainerCallback):
-    """Measures the model every so many steps and after the last, into the table `path`; a resumed run adds to it."""
+MEASURED = "measured.csv"  # in a training's output folder
 
-    def __init__(self, path: Path, every: int, measure: Callable[[torch.nn.Module], dict[str, float]]):
-        self.path, self.every, self.measure = path, every, measure
+
+class Curve(TrainerCallback):
+    """Measures the model every so many steps and after the last, into the table MEASURED; a resumed run adds to it."""
+
+    def __init__(self, every: int, measure: Callable[[torch.nn.Module], dict[str, float]]):
+        self.every, self.measure = every, measure
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            rows = pd.read_csv(self.path).to_dict("records") if self.path.exists() else []
+            path = Path(args.output_dir, MEASURED)
+            rows = pd.read_csv(path).to_dict("records") if path.exists() else []
             rows = [row for row in rows if row["step"] < state.global_step]  # a killed run made some of them twice
             table = pd.DataFrame([*rows, {"step": state.global_step} | self.measure(model)])
-            files.write_atomically(self.path, table.to_csv(index=False).encode())
+            files.write_atomically(path, table.to_csv(index=False).encode())
 
 
 class ScheduledTrainer(Trainer):

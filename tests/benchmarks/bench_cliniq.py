@@ -30,8 +30,9 @@ def main() -> None:
             searches += metrics.single_patient(bench, matrices, match_type)["search_id"].nunique()
     measured = time.perf_counter() - wall, time.process_time() - cpu
     wall, cpu = time.perf_counter(), time.process_time()
-    for name, matrices in scores.items():
-        intervals.evaluate_system(name, bench, matrices, profile.resampling, scores[baselines.SPARSE])
+    values = {name: metrics.per_search(bench, matrices) for name, matrices in scores.items()}
+    for name, found in values.items():
+        intervals.evaluate_system(name, found, profile.resampling, values[baselines.SPARSE])
     result = {
         "single_patient_systems": len(scores),
         "single_patient_searches": searches,

@@ -15,7 +15,7 @@ from drehr_utils.evaluation.intervals import (
     paired_randomization_test,
     result_rows,
 )
-from drehr_utils.evaluation.metrics import means, single_patient
+from drehr_utils.evaluation.metrics import means, per_search, single_patient
 from drehr_utils.profiles import ROOT
 from drehr_utils.search.bm25 import BM25
 
@@ -159,18 +159,18 @@ def test_evaluate_system_rows(dev):
     for row, query_id in enumerate(part.queries):
         for chunk_id in part.qrels.get(query_id, {}):
             better[row, column[chunk_id]] += 100
-    rows = evaluate_system("oracle", part, better, ONE, start)
+    rows = evaluate_system("oracle", per_search(part, better), ONE, per_search(part, start))
     assert list(rows.columns) == RESULT_COLUMNS and not rows.duplicated(RESULT_COLUMNS[:4]).any()
     assert len(rows) == 4 * (2 * 4 + 5) and set(rows["setting"]) == {"single", "multi"}
     one = rows.set_index(["setting", "group", "metric"])
     assert one.loc[("single", "all", "MAP"), "ours"] == 100 and one.loc[("multi", "all", "MRR"), "ours"] == 100
     assert one.loc[("single", "all", "MAP"), "p"] < 0.001 and one.loc[("single", "string", "MAP"), "p"] == 1
-    alone = evaluate_system("BM25", part, start, ONE)
+    alone = evaluate_system("BM25", per_search(part, start), ONE)
     assert alone["p"].isna().all() and (alone["low"] <= alone["ours"]).all() and (alone["ours"] <= alone["high"]).all()
     expected = means(single_patient(part, start).query("query_type == 'drug'"))
     drug = alone.query("setting == 'single' and group == 'drug'").set_index("metric")["ours"]
     np.testing.assert_allclose(drug[expected.index], expected)
-    pd.testing.assert_frame_equal(alone, evaluate_system("BM25", part, start, ONE))
+    pd.testing.assert_frame_equal(alone, evaluate_system("BM25", per_search(part, start), ONE))
     values = single_patient(part, start)
     shuffled = values.sample(frac=1, random_state=0)
     tested = result_rows("x", "single", "all", single_patient(part, better), ONE, shuffled)
@@ -190,6 +190,6 @@ def test_groups_without_a_search_have_no_row():
         match_types={"q1": {"A_0": "string", "A_2": "synonym", "B_1": "string"}, "q2": {"B_0": "string"}},
     )
     scores = np.array([[0.1, 0.9, 0.5, 0.3, 0.2], [0.5, 0.4, 0.3, 0.2, 0.1]])
-    rows = evaluate_system("x", toy, scores, ONE, scores)
+    rows = evaluate_system("x", per_search(toy, scores), ONE, per_search(toy, scores))
     assert set(rows["group"]) == {"all", "disease", "drug", "string", "synonym"} and rows["ours"].notna().all()
     assert rows.query("group == 'synonym'")["low"].isna().all()  # one query: nothing to draw from

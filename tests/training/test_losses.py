@@ -70,8 +70,8 @@ def test_equals_pytorch_metric_learning(seed):
 
 
 def test_the_codes_loss_by_hand():
-    # As above, a second anchor beside it: positives 0.8 and 0.7, negatives 0.65 and 0.3. Its hardest negative 0.65 keeps
-    # 0.7 (below 0.75), its hardest positive 0.7 keeps 0.65 (above 0.6). All else is in the sums with a similarity of 0.
+    # As above, and a second anchor: positives 0.8 and 0.7, negatives 0.65 and 0.3. Its hardest negative 0.65 keeps 0.7
+    # (below 0.75), its hardest positive 0.7 keeps 0.65 (above 0.6). All else is in the sums with a similarity of 0.
     S = torch.tensor([[0.9, 0.4, 0.35, 0.1], [0.8, 0.7, 0.65, 0.3]])
     P = torch.tensor([[True, True, False, False]] * 2)
     pull = math.log(1 + math.exp(0.2) + math.exp(-0.4) + 2 * math.exp(1)) / 2

@@ -132,27 +132,27 @@ def recipe_changes(profile: Profile) -> dict[str, Recipe]:
 # --- scores ------------------------------------------------------------------------------------------------------
 
 
-def _average(bench: Benchmark, scores: metrics.Scores, match_type: str) -> pd.DataFrame:
-    return metrics.single_patient(bench, scores, match_type).query("metric == @metrics.AVERAGE")
+def _average(values: pd.DataFrame, match_type: str) -> pd.DataFrame:
+    wanted = (values["match_type"] == match_type) & (values["metric"] == metrics.AVERAGE)
+    return values[wanted].drop(columns=["setting", "match_type"])
 
 
 def match_type_rows(
-    name: str, bench: Benchmark, scores: metrics.Scores, resampling: Resampling, start: np.ndarray | None = None
+    name: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """Table 5's cells of one system: the Average of MRR, NDCG and MAP by match type, as intervals.result_rows."""
+    """Table 5's cells of one system from its metrics.per_search: the Average of MRR, NDCG and MAP by match type, as
+    intervals.result_rows."""
     rows = []
     for kind in MATCH_TYPES:
-        values, base = _average(bench, scores, kind), None if start is None else _average(bench, start, kind)
-        if not values.empty:
-            rows.append(intervals.result_rows(name, "single", kind, values, resampling, base))
+        if not (ours := _average(values, kind)).empty:
+            base = None if start is None else _average(start, kind)
+            rows.append(intervals.result_rows(name, "single", kind, ours, resampling, base))
     return pd.concat(rows, ignore_index=True)
 
 
-def match_type_gains(
-    name: str, bench: Benchmark, scores: metrics.Scores, start: np.ndarray, resampling: Resampling
-) -> pd.DataFrame:
+def match_type_gains(name: str, values: pd.DataFrame, start: pd.DataFrame, resampling: Resampling) -> pd.DataFrame:
     """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
-    pairs = {kind: (_average(bench, scores, kind), _average(bench, start, kind)) for kind in MATCH_TYPES}
+    pairs = {kind: (_average(values, kind), _average(start, kind)) for kind in MATCH_TYPES}
     rows = [intervals.gain_rows(name, "single", k, *pair, resampling) for k, pair in pairs.items() if len(pair[0])]
     return pd.concat(rows, ignore_index=True)
 
@@ -182,7 +182,8 @@ def run_seeds(profile: Profile, seeds: int, remake: bool = False) -> None:
 
             def make(name: str = name, recipe: Recipe = recipe) -> pd.DataFrame:
                 scores = pipeline.model_scores(profile, pipeline.train_recipe(profile, recipe)[0], bf16=True)
-                return match_type_rows(name, bench, scores, profile.resampling)[["group", "metric", "ours"]]
+                values = metrics.per_search(bench, scores)
+                return match_type_rows(name, values, profile.resampling)[["group", "metric", "ours"]]
 
             SEEDS.add(profile, {"recipe": artifacts.digest(recipe), "seed": seed, "system": name}, make, remake)
 

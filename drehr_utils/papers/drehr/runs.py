@@ -1,7 +1,11 @@
-"""The trained rows of DR.EHR's tables at the length that can judge a claim (profile `full`), one at a time.
+"""Records of DR.EHR's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
 
     python -m drehr_utils.papers.drehr.runs                       # all that the records lack: half a day on two cores
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
+    python -m drehr_utils.papers.drehr.runs --check               # which records are of another recipe or other data
+
+In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
+column a training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint. On two cores, two of them at once with one thread each
 (OMP_NUM_THREADS=1) take two thirds of the time.
@@ -10,21 +14,34 @@ A training that was cut off goes on from its last checkpoint. On two cores, two 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import platform
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 from sentence_transformers import SentenceTransformer
+from transformers import TrainerCallback
 
-from drehr_utils import pipeline
+from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import metrics
 from drehr_utils.papers.drehr import ablations
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.training import trainer
+from drehr_utils.training.encoders import describe_device
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
+SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
+KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores.csv.gz
 
 
 def by_equations(recipe: Recipe) -> Recipe:
@@ -36,20 +53,31 @@ def by_equations(recipe: Recipe) -> Recipe:
     return replace(recipe, stage1=stage(recipe.stage1), stage2=stage(recipe.stage2))
 
 
-def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, then the ablations of Tables 5 and 6 at their share of the steps."""
-    table4 = {
+def table4(profile: Profile) -> dict[str, Recipe]:
+    return {
         PUBLISHED: profile.published,
         WITHOUT_STAGE1: profile.without_stage1(),
         SHORTER: replace(profile.published, stage1=None),
         EQUATIONS: by_equations(profile.published),
         IMPROVED: profile.improved,
     }
-    return table4 | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
 
 
-def slug(row: str, seed: int) -> str:
-    return f"{re.sub(r'[^a-z0-9]+', '-', row.lower()).strip('-')}-seed{seed}"
+def rows(profile: Profile) -> dict[str, Recipe]:
+    """Every trained row: Table 4's, then the ablations of Tables 5 and 6 at their share of the steps."""
+    return table4(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+
+
+def folder(profile: Profile) -> Path:
+    return ROOT / "data/runs" if profile.in_place or profile.recorded else profile.cache / "runs"
+
+
+def slug(row: str, seed: int | None = None) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+    return name if seed is None else f"{name}-seed{seed}"
+
+
+# --- made --------------------------------------------------------------------------------------------------------
 
 
 def dev_means(profile: Profile, encoder: SentenceTransformer) -> dict[str, float]:
@@ -61,28 +89,194 @@ def dev_means(profile: Profile, encoder: SentenceTransformer) -> dict[str, float
     return {name: round(float(value), 3) for name, value in means.items() if metrics.AVERAGE not in name}
 
 
-def train(profile: Profile, row: str, seed: int = 0) -> Path:
-    """The row's model folder, trained where it isn't there; `data/cache/<profile>/models/<slug>` is a link to it."""
-    measured = CURVE_STEPS, lambda encoder: dev_means(profile, encoder)
-    folder, _ = pipeline.train_recipe(profile, ablations.with_seed(rows(profile)[row], seed), measured)
-    pipeline.link(profile.cache / "models" / slug(row, seed), folder)
-    return folder
+def train(profile: Profile, row: str, seed: int = 0) -> tuple[Path, dict[str, pd.DataFrame]]:
+    """The row's model folder, trained where it isn't there, and its curves, as pipeline.train_recipe;
+    `data/cache/<profile>/models/<slug>` is a link to it."""
+    curve = trainer.Curve(CURVE_STEPS, lambda encoder: dev_means(profile, encoder))
+    model, curves = pipeline.train_recipe(profile, ablations.with_seed(rows(profile)[row], seed), [curve])
+    pipeline.link(profile.cache / "models" / slug(row, seed), model)
+    return model, curves
+
+
+def taken(models: Path, profile: Profile, row: str, seed: int) -> tuple[Path, dict[str, pd.DataFrame]] | None:
+    """What `train` gives, from a folder of models that another checkout trained; None where the row isn't in it.
+
+    Raises DataError where the model there is of another recipe."""
+    model, curves = models / slug(row, seed), {}
+    if not model.exists():
+        return None
+    recipe = ablations.with_seed(rows(profile)[row], seed)
+    made = [json.loads((stage / "stage.json").read_text())["config"] for stage in _stages(model)]
+    asked = [json.loads(json.dumps(asdict(config))) for config in (recipe.stage2, recipe.stage1) if config]
+    if [asdict(StageConfig()) | config for config in made] != asked:
+        raise DataError(f"{models.name}/{model.name}: a model of another recipe than {row}'s; train it again")
+    for stage, at in zip(("stage2", "stage1"), _stages(model), strict=False):
+        curves = {stage: pipeline.curve(at)} | curves
+    return model, curves
+
+
+def data_digest(profile: Profile, recipe: Recipe) -> str:
+    """Of what a recipe is trained on and started from, whatever code made it."""
+    sets = [pipeline.stage1_sets(profile)] if recipe.stage1 else []
+    sets += [pipeline.stage2_sets(profile)] if recipe.stage2 else []
+    texts = [chunk.text for chunk in pipeline.chunks(profile)]
+    return artifacts.digest(texts, [vars(part) for part in sets], pipeline.start_digest(profile))
+
+
+def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str, pd.DataFrame]) -> None:
+    """Scores a trained row on dev and test, and writes its records."""
+    recipe, name = ablations.with_seed(rows(profile)[row], seed), slug(row, seed)
+    found = {}
+    for split in SPLITS:
+        bench, scores = pipeline.benchmark(profile, split), pipeline.model_scores(profile, model, split)
+        found[split] = metrics.per_search(bench, scores)
+        if seed == 0 and row in table4(profile):
+            write_runs(profile, row, bench, scores, split)
+    add_scores(profile, name, found)
+    stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
+    about = {
+        "row": row,
+        "seed": seed,
+        "steps": {stage: len(curves[stage]) for stage in stages},
+        "chunks": sum(len(curves[stage]) * config.batch_size for stage, config in stages.items()),
+        "minutes": round(sum(json.loads((part / "stage.json").read_text())["minutes"] for part in _stages(model)), 1),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {describe_device()}",
+        "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
+        "recipe": artifacts.digest(recipe),
+        "data": data_digest(profile, recipe),
+        "settings": {stage: asdict(config) for stage, config in stages.items()},
+        "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
+        "dev": {
+            stage: curves[stage].dropna().drop(columns=["loss", "learning_rate"]).to_dict("list") for stage in stages
+        },
+    }
+    files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
+    print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
+
+
+def _stages(model: Path) -> Iterator[Path]:
+    """The folders of a model's stages, the last first."""
+    while (model / "stage.json").exists():
+        yield model
+        model = model.resolve().parent / json.loads((model / "stage.json").read_text())["start"]
+
+
+def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> None:
+    """Puts a training's per-search scores, by split, into its column of scores.csv.gz."""
+    long = pd.concat(found, names=["split", None]).reset_index("split")
+    column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
+    path = folder(profile) / "scores.csv.gz"
+    table = pd.read_csv(path, index_col=KEYS) if path.exists() else pd.DataFrame(index=column.index)
+    files.write_atomically(path, table.assign(**{name: column}).to_csv().encode())
+
+
+def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
+    """A system's TREC run files of a split: Single-Patient's searches whole, Multi-Patient's first 100 chunks.
+
+    Scores are float32, as trec_eval reads them; equal ones are told apart in the last digit, in our order."""
+    for setting in SETTINGS:
+        lines = []
+        for found in metrics.rankings(bench, scores, setting):
+            last = np.float32(np.inf)
+            for place, (chunk_id, score) in enumerate(zip(found.chunk_ids[:DEPTH], found.scores, strict=False), 1):
+                last = min(np.float32(score), np.nextafter(last, np.float32(-np.inf)))
+                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last} {slug(row)}\n")
+        path = folder(profile) / f"{slug(row)}.{split}.{setting}.run.gz"
+        files.write_atomically(path, "".join(lines).encode())
+
+
+def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
+    """The losses of the recipe's first five steps, trained for it where there is no model yet."""
+
+    class Enough(Exception):
+        pass
+
+    class Stop(TrainerCallback):
+        def on_log(self, args, state, control, **_):
+            self.losses = [row["loss"] for row in state.log_history if "loss" in row]
+            if len(self.losses) == 5:
+                raise Enough
+
+    stop = Stop()
+    try:
+        curves = pipeline.train_recipe(profile, recipe, [stop])[1]
+        return next(iter(curves.values()))["loss"].head(5).tolist()
+    except Enough:
+        return stop.losses
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+def abouts(profile: Profile) -> list[dict]:
+    """What the records that the profile shows say of themselves."""
+    if profile.max_eval_patients:  # a slice of the benchmark has other scores
+        return []
+    return [json.loads(path.read_text()) for path in sorted(folder(profile).glob("*.json"))]
+
+
+def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame | None:
+    """A recorded row as metrics.per_search, with a column `seed`; None where there is no record."""
+    seeds = [about["seed"] for about in abouts(profile) if about["row"] == row]
+    if not seeds:
+        return None
+    kinds, keys = pipeline.benchmark(profile, split).query_types, [key for key in KEYS[1:] if key != "metric"]
+    table = pd.read_csv(folder(profile) / "scores.csv.gz", index_col=KEYS).loc[split, [slug(row, n) for n in seeds]]
+    wide = table.set_axis(seeds, axis=1).rename_axis("seed", axis=1).stack().rename("value").reset_index()
+    average = wide.groupby([*keys, "seed"], sort=False, as_index=False)["value"].mean()
+    values = pd.concat([wide, average.assign(metric=metrics.AVERAGE)], ignore_index=True)
+    asked = values["search_id"].str.partition("@")  # <query>@<note>, or the query
+    values["query_id"], values["patient"] = asked[0], asked[2].where(asked[1] == "@", asked[0])
+    return values.assign(query_type=values["query_id"].map(kinds))[[*keys[:2], *metrics.COLUMNS, "seed"]]
+
+
+def budgets(profile: Profile) -> dict[str, int]:
+    """Row -> how many chunks each of its trainings was shown."""
+    return {about["row"]: about["chunks"] for about in abouts(profile)}
+
+
+def stale(profile: Profile) -> list[str]:
+    """What is no longer so in each record that isn't as the code, the recipes and the data are now."""
+    known, found = rows(profile), []
+    for about in abouts(profile):
+        name = slug(about["row"], about["seed"])
+        if about["row"] not in known:
+            found.append(f"{name}: there is no such row now")
+            continue
+        recipe = ablations.with_seed(known[about["row"]], about["seed"])
+        if artifacts.digest(recipe) != about["recipe"]:
+            found.append(f"{name}: another recipe")
+        elif data_digest(profile, recipe) != about["data"]:
+            found.append(f"{name}: other notes, positives or starting weights")
+        elif not np.allclose(losses := first_losses(profile, recipe), about["first losses"], rtol=0.01):
+            found.append(f"{name}: the first losses are {losses}, the record's {about['first losses']}")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--remake", action="store_true", help="also what the records hold")
+    parser.add_argument("--models", type=Path, help="train nothing: take the models of this folder, named as ours are")
+    parser.add_argument("--check", action="store_true", help="train nothing: say which records are out of date")
     parser.add_argument("--profile", default="full")
     options = parser.parse_args(arguments)
     profile = load_profile(options.profile)
     known = rows(profile)
     if unknown := [row for row in options.only or () if row not in known]:
         parser.error(f"no row {unknown[0]!r}; there are {', '.join(known)}")
+    if options.check:
+        out_of_date = stale(profile)
+        print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
+        raise SystemExit(bool(out_of_date))
     for row in options.only or known:
         for seed in options.seeds:
-            print(f"{row}, seed {seed}", flush=True)
-            train(profile, row, seed)
+            if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():
+                given = taken(options.models, profile, row, seed) if options.models else train(profile, row, seed)
+                if given:
+                    record(profile, row, seed, *given)
 
 
 if __name__ == "__main__":
