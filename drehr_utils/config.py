@@ -29,12 +29,9 @@ class StageConfig:
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
     complete_hypernyms: bool = False  # ... or a narrower one
     leave_out_related: bool = False  # a term related to a concept of the chunk is no negative for it
-    concepts_per_batch: int = 0  # the graph's concepts that join as anchors: one name, the others positive
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
-    draw_weights: tuple[tuple[str, float], ...] = ()  # how likely a source's terms are drawn; 1 for those not named
     hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives
-    templates: float = 0.0  # share of the entities that are put as questions (positives.as_question)
     recompute: bool = False  # encode twice instead of keeping activations: any batch in a bucket's memory
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
     alpha: float = ALPHA
@@ -47,8 +44,7 @@ class StageConfig:
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        asked = (self.substitution, self.concepts_per_batch, self.complete_labels, self.keep, self.hard_negatives)
-        return any(asked)
+        return any((self.substitution, self.complete_labels, self.keep, self.hard_negatives))
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class Recipe:
 
     stage1: StageConfig | None = None
     stage2: StageConfig | None = None
-    own_share: float = 1.0  # of the trained weights in their average with the starting ones; 1: no averaging
     read_names: bool = False  # the tokenizer reads the graph's opaque names as what they stand for (normalization)
 
 

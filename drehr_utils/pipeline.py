@@ -26,12 +26,15 @@ from drehr_utils.data import notes as notes_module
 from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
 from drehr_utils.data.notes import Chunk, Note, ReadReport
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation.metrics import Scores
 from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.llm import client, prompts, servers
 from drehr_utils.llm.answers import Answers
 from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.search import expansion
+from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
 from drehr_utils.training.positives import AbbreviationCleaning, PositiveSets
@@ -40,6 +43,18 @@ from drehr_utils.training.sampling import TrainingSet
 READING = "MiniLM, names read"  # the graph's opaque names, no training
 PUBLISHED, WITHOUT_STAGE1, IMPROVED = "DR.EHR", "DR.EHR w/o stage I", "DR.EHR (improved)"
 FOLDER_OF_SYSTEM = {PUBLISHED: "drehr", WITHOUT_STAGE1: "drehr-without-stage1", IMPROVED: "drehr-improved"}
+
+
+def systems(profile: Profile) -> tuple[str, ...]:
+    """Those that a run of the profile trains; a short one leaves the row without stage I to the records."""
+    return tuple(system for system in FOLDER_OF_SYSTEM if not (profile.short and system == WITHOUT_STAGE1))
+
+
+def row_name(profile: Profile, system: str) -> str:
+    """The row of the model that a run of the profile trains: the record has the plain name where it is a short one."""
+    if not profile.short:
+        return system
+    return f"{system[:-1]}, short)" if system.endswith(")") else f"{system} (short)"
 
 
 def recipe_of(profile: Profile, system: str) -> Recipe:
@@ -191,8 +206,8 @@ def stage2_sets(profile: Profile) -> PositiveSets:
     return _positives(profile, "stage2")[1]()
 
 
-def graph_view(profile: Profile, concepts: bool) -> sampling.GraphView:
-    """What training asks of the graph; `concepts`: also the names of those that may join a batch as anchors."""
+def graph_view(profile: Profile) -> sampling.GraphView:
+    """What training asks of the graph."""
     graph, find = knowledge_graph(profile), matcher(profile).find
 
     @cache
@@ -225,16 +240,7 @@ def graph_view(profile: Profile, concepts: bool) -> sampling.GraphView:
         broader=broader,
         related=related,
         concepts_of=concepts_of,
-        names=clinical_concepts(profile) if concepts else [],
     )
-
-
-def clinical_concepts(profile: Profile) -> list[list[str]]:
-    """Names of the concepts that are found in the training chunks and have more than one name, the usual one first."""
-    graph, find = knowledge_graph(profile), matcher(profile).find
-    found = dict.fromkeys(c for chunk in chunks(profile) for match in find(chunk.text) for c in graph.cuis(match.term))
-    own = dict.fromkeys(cui for cui, sources in graph.sources.items() if "OPEN" in sources)
-    return [names for cui in found | own if len(names := graph.synonyms(cui)[:12]) > 1]
 
 
 # --- notebook 05 -------------------------------------------------------------------------------------------------
@@ -277,9 +283,9 @@ def _train(
         if profile.lora:
             encoders.add_lora(encoder)
         sets = positive_sets()
-        view = graph_view(profile, config.concepts_per_batch > 0) if config.uses_graph else None
+        view = graph_view(profile) if config.uses_graph else None
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
-        data = TrainingSet.build(chunks(profile), sets, config.sources, view, others, config.draw_weights)
+        data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
         begun = time.time()
         loss = trainer.train_stage(
@@ -328,14 +334,6 @@ def train_recipe(
         folder = artifacts.cached_folder(
             models / f"untrained-{key}", lambda partial: encoders.save_encoder(_untrained(profile, recipe), partial)
         )
-    if recipe.own_share < 1:
-        trained = folder
-
-        def average(partial: Path) -> None:
-            own, start = encoders.load_encoder(trained), starting_encoder(profile)
-            encoders.save_encoder(encoders.average_weights(own, start, recipe.own_share), partial)
-
-        folder = artifacts.cached_folder(models / f"averaged-{artifacts.digest(key, recipe.own_share)}", average)
     return folder, curves
 
 
@@ -347,6 +345,11 @@ def trained_model(profile: Profile, system: str) -> tuple[Path, dict[str, pd.Dat
     folder, curves = train_recipe(profile, recipe_of(profile, system))
     link(profile.cache / "models" / FOLDER_OF_SYSTEM[system], folder)
     return folder, curves
+
+
+def budget(recipe: Recipe, curves: dict[str, pd.DataFrame]) -> int:
+    """How many chunks a training was shown, repeats counted."""
+    return sum(len(curve) * getattr(recipe, stage).batch_size for stage, curve in curves.items())
 
 
 def link(name: Path, folder: Path) -> None:
@@ -374,19 +377,27 @@ def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False
     return dense_scores(*(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts))
 
 
+def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:
+    """The systems that are not trained, on the profile's test split or another: BM25, plain and expanded by the graph,
+    the starting encoder, with the graph's names read too, and the encoder fused with each BM25."""
+    graph, queries = knowledge_graph(profile), list(bench.queries.values())
+    index = BM25(bench.corpus.values())
+    expanded = index.scores([expansion.expand_query(text, graph, ("synonyms", "hyponyms")) for text in queries])
+    dense_rows = {START: None, READING: train_recipe(profile, Recipe(read_names=True))[0]}
+    scores = {"BM25": index.scores(queries), "BM25 + KG": expanded}
+    scores |= {name: model_scores(profile, folder, bench) for name, folder in dense_rows.items()}
+    return scores | {"RRF (no graph)": (scores["BM25"], scores[START]), "RRF": (expanded, scores[START])}
+
+
 # --- notebooks 08 to 11 ------------------------------------------------------------------------------------------
 
 
-def model_scores(profile: Profile, folder: Path | None, split: str = "test", bf16: bool = False) -> np.ndarray:
-    """`dense` of a trained model's folder (None: the starting encoder) on a split, computed once for all notebooks.
-
-    bf16: for the ablations' many models, in half the time where that is fast; it moves a cell by some tenths of a point
-    at most."""
-    bench = benchmark(profile, split)
+def model_scores(profile: Profile, folder: Path | None, bench: Benchmark) -> np.ndarray:
+    """`dense` of a trained model's folder (None: the starting encoder), computed once for all notebooks."""
     model = folder.resolve() if folder else start_digest(profile)
-    key = artifacts.digest(dense, model, bf16, bench.queries, bench.corpus)
+    key = artifacts.digest(dense, model, bench.queries, bench.corpus)
 
     def make() -> np.ndarray:
-        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench, bf16=bf16)
+        return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench)
 
     return artifacts.cached_file(profile.cache / f"scores/{key}.npy", make)

@@ -40,6 +40,7 @@ ROOT = project_root()
 class Profile:
     name: str
     in_place: bool = False  # results are committed: notebooks in place, records in data/; else all of it to `cache`
+    short: bool = False  # its trainings are too short for a verdict: rows say so, beside the records of `full`
     recorded: bool = False  # the models that it trains are committed as records, in data/runs
     protected: bool = False  # text under a data use agreement: no message quotes it, DREHR_* variables place the data
     offline: bool = True  # models come from packages and folders, no hub is asked
@@ -148,12 +149,12 @@ _MLM = TripletConfig(learning_rate=5e-5, epochs=5)
 _OPEN = Profile(
     name="open",
     in_place=True,
+    short=True,
     published=Recipe(
         stage1=StageConfig(positives_per_chunk=32, batch_size=32, epochs=1),
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
     improved=Recipe(stage2=_IMPROVED_STAGE2, read_names=True),
-    ablation_share=0.25,
     kg=KgSizes(_PAIRS, replace(_PAIRS, learning_rate=3e-4), max_concepts=2000),
     capr=_CAPR,
     radiology=_radiology(TripletConfig(max_steps=18), replace(_MLM, max_steps=60), (5e-5, 1e-4, 2e-4), iu_reports=500),
@@ -165,6 +166,7 @@ _FULL = replace(
     _OPEN,
     name="full",
     in_place=False,
+    short=False,
     recorded=True,
     published=Recipe(replace(_OPEN.published.stage1, epochs=10), replace(_OPEN.published.stage2, epochs=10)),
     improved=replace(_OPEN.improved, stage2=replace(_IMPROVED_STAGE2, epochs=6)),
@@ -185,7 +187,6 @@ _SMOKE = replace(
     max_eval_patients=4,
     published=Recipe(stage1=replace(_OPEN.published.stage1, **_TINY), stage2=replace(_OPEN.published.stage2, **_TINY)),
     improved=replace(_OPEN.improved, stage2=replace(_IMPROVED_STAGE2, **_TINY)),
-    ablation_share=1.0,
     bootstrap_samples=100,
     randomizations=200,
     kg=KgSizes(

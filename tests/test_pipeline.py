@@ -22,7 +22,7 @@ from drehr_utils.training import general_texts
 def keys(tmp_path, monkeypatch):
     """A function that gives the folders of a profile's trained stages without training them."""
 
-    def train(profile, sets, config, start, folder):
+    def train(profile, sets, config, start, folder, callbacks):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "loss.csv").write_text("step,loss\n")
         return folder
@@ -107,7 +107,7 @@ def test_code_that_training_runs_is_in_its_key():
         "training.encoders", "training.general_texts",
     )}  # fmt: skip
     assert rooms <= reached and general_texts.__name__ in reached
-    assert {f"drehr_utils.pipeline.{step}, 0" for step in ("_train", "graph_view", "clinical_concepts")} <= reached
+    assert {f"drehr_utils.pipeline.{step}, 0" for step in ("_train", "graph_view", "curve")} <= reached
     assert not {name for name in reached if ".papers" in name or ".evaluation" in name or name.endswith("profiles")}
 
 
@@ -119,7 +119,8 @@ from drehr_utils.profiles import load_profile
 profile = load_profile(sys.argv[1])
 folder, curves = pipeline.train_recipe(profile, profile.published)
 curves["stage2"].to_csv(sys.argv[2], index=False)
-values = metrics.single_patient(pipeline.benchmark(profile, "dev"), pipeline.model_scores(profile, folder, "dev"))
+bench = pipeline.benchmark(profile, "dev")
+values = metrics.single_patient(bench, pipeline.model_scores(profile, folder, bench))
 values.to_csv(sys.argv[2], mode="a", index=False)
 """
 KILLED = """

@@ -10,7 +10,7 @@ from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 def test_an_unknown_profile_is_named_with_what_there_is():
     with pytest.raises(
-        DataError, match="profile 'opne': there is none; use open, smoke, mimic, or the path of a .toml file"
+        DataError, match="profile 'opne': there is none; use open, full, smoke, mimic, or the path of a .toml file"
     ):
         load_profile("opne")
 
@@ -75,7 +75,7 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
         ("seed = true", "mine.toml, field seed: True is not int"),
         ("published = 3", "mine.toml, field published: 3 is not Recipe"),
         ("recorded_answers = [1]", "mine.toml, field recorded_answers: 1 is not Path"),
-        ("base = 'opne'", "mine.toml, field base: 'opne' is none of open, smoke, mimic"),
+        ("base = 'opne'", "mine.toml, field base: 'opne' is none of open, full, smoke, mimic"),
         ("name = 'open'", "mine.toml, field name: "),
         ("in_place = true", "mine.toml, field in_place: "),
         ("seed =", "mine.toml: not TOML"),

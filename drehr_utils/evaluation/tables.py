@@ -1,7 +1,8 @@
 """Results tables: one long form, printed as the paper prints it with the published figure beside ours.
 
 A cell is `paper / ours [low, high]*`: 95% interval; `*` where p < 0.01 against the starting encoder, better or worse;
-the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS), Markdown and LaTeX.
+the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS and `budget`, the chunks or
+pairs that a training was shown), Markdown and LaTeX.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def with_paper(
         return filled
     missing = dict.fromkeys(["ours", "low", "high", "p"], np.nan)
     rest = rest.rename(columns={"value": "paper"}).assign(**missing)
-    return pd.concat([filled, rest[RESULT_COLUMNS]], ignore_index=True)
+    return pd.concat([filled, rest.reindex(columns=filled.columns)], ignore_index=True)
 
 
 def statistics_rows(statistics: pd.DataFrame, figures: pd.DataFrame) -> pd.DataFrame:
@@ -104,7 +105,7 @@ def save_table(long: pd.DataFrame, name: str, layout: Layout | None = None, fold
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    table = long[RESULT_COLUMNS].round(4)
+    table = long.reindex(columns=[*RESULT_COLUMNS, "budget"]).round(4)
     (folder / f"{name}.csv").write_bytes(table.to_csv(index=False, lineterminator="\n").encode())
     (folder / f"{name}.md").write_bytes(_markdown(_grid(long, layout, _MARKDOWN), layout).encode())
     (folder / f"{name}.tex").write_bytes(_latex(_grid(long, layout, _LATEX), layout, name).encode())
@@ -120,7 +121,7 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
         path,
         dtype=dict.fromkeys(KEYS, str),
         keep_default_na=False,
-        na_values={column: [""] for column in RESULT_COLUMNS if column not in KEYS},
+        na_values={column: [""] for column in [*RESULT_COLUMNS, "budget"] if column not in KEYS},
     )
     missing = [column for column in RESULT_COLUMNS if column not in table]
     if missing:

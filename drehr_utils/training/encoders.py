@@ -122,16 +122,6 @@ def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]]
     return embeddings[torch.argsort(torch.cat([batch["rows"] for batch in batches]))]
 
 
-def average_weights(encoder: SentenceTransformer, start: SentenceTransformer, share: float) -> SentenceTransformer:
-    """`encoder` with its weights set to share * its own + (1 - share) * the starting encoder's, in place.
-
-    Averaging with the starting weights (WiSE-FT, Wortsman et al., 2022) keeps what fine-tuning would forget."""
-    own, first = encoder.state_dict(), start.state_dict()
-    mixed = {k: (share * v + (1 - share) * first[k]) if v.is_floating_point() else v for k, v in own.items()}
-    encoder.load_state_dict(mixed)
-    return encoder
-
-
 def save_encoder(encoder: SentenceTransformer, folder: Path) -> None:
     """Saves in sentence-transformers' layout with safetensors, adapters merged, so that any tool loads it."""
     if hasattr(encoder[0].model, "merge_and_unload"):

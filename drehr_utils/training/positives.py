@@ -236,15 +236,7 @@ def positive_statistics(sets: PositiveSets) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["source", "Avg", "Q1", "Q3", "Max", "Sum", "None"])
 
 
-# --- beyond the paper: entities as questions, other names in the chunk's text -----------------------------------
-
-QUERY_TEMPLATES = ("does the patient have or take {}?", "where does the note mention {}?", "evidence of {}")
-
-
-def as_question(entity: str, share: float) -> str:
-    """The entity in one of QUERY_TEMPLATES for a fixed `share` of all entities, as it is for the others."""
-    place = zlib.crc32(entity.encode())
-    return QUERY_TEMPLATES[place % len(QUERY_TEMPLATES)].format(entity) if place < share * 2**32 else entity
+# --- beyond the paper: other names in the chunk's text -------------------------------------------------------------
 
 
 def alias_spans(text: str, kg: KnowledgeGraph, matcher: EntityMatcher) -> list[tuple[int, int, list[str]]]:

@@ -15,7 +15,7 @@ from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.training.encoders import CHUNK_TOKENS, ENTITY_TOKENS, token_buckets
-from drehr_utils.training.positives import PositiveSets, as_question, substitute_aliases
+from drehr_utils.training.positives import PositiveSets, substitute_aliases
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class GraphView:
     related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
     confusable: Callable[[frozenset[str]], Sequence[str]] = lambda ids: ()  # terms narrower than these, or siblings
-    names: list[list[str]] = field(default_factory=list)  # of the concepts that may join a batch, the usual one first
 
 
 @dataclass
@@ -38,7 +37,6 @@ class TrainingSet:
     ids: list[str]
     texts: list[str]
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
-    weights: Callable[[int], Sequence[float] | None] = lambda k: None  # how likely each of its terms is drawn
     graph: GraphView = field(default_factory=lambda: GraphView())
     other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
 
@@ -50,7 +48,6 @@ class TrainingSet:
         sources: Sequence[str] | None = None,
         graph: GraphView | None = None,
         other_texts: Sequence[str] = (),
-        draw_weights: Sequence[tuple[str, float]] = (),  # StageConfig's
     ) -> TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
 
@@ -62,14 +59,8 @@ class TrainingSet:
         if not len(kept):
             raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
 
-        def weights(k: int) -> list[float] | None:
-            if not draw_weights:
-                return None
-            source = {term: source for source, term in reversed(sets.samples(kept[k]))}  # a term's first
-            return [dict(draw_weights).get(source[term], 1.0) for term in sets.of(kept[k], sources)]
-
         return cls(
-            [chunks[i].id for i in kept], [chunks[i].text for i in kept], lambda k: sets.of(kept[k], sources), weights,
+            [chunks[i].id for i in kept], [chunks[i].text for i in kept], lambda k: sets.of(kept[k], sources),
             graph or GraphView(), list(other_texts),
         )  # fmt: skip
 
@@ -77,21 +68,16 @@ class TrainingSet:
         return len(self.ids)
 
 
-def draw_positives(
-    terms: Sequence[str], n: int, rng: np.random.Generator, weights: Sequence[float] | None = None
-) -> list[str]:
-    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2).
-
-    weights: how likely each is to be in the sample, relative to the others; None: equally."""
+def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
+    """Exactly n of a chunk's positives: a sample when there are more, all of them and repeats when fewer (§4.2)."""
     if len(terms) >= n:
-        p = None if weights is None else np.divide(weights, sum(weights))
-        return [terms[i] for i in rng.choice(len(terms), n, replace=False, p=p)]
+        return [terms[i] for i in rng.choice(len(terms), n, replace=False)]
     repeats = [terms[i] for i in rng.choice(len(terms), n - len(terms), replace=True)]
     return list(terms) + repeats
 
 
-def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int = 0) -> list[list[tuple[int, int]]]:
-    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed; `concepts` follow the chunks' indices.
+def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tuple[int, int]]]:
+    """Every step's batch as (epoch, chunk index) pairs, fixed by the seed.
 
     Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
     epoch. A last batch that is not full is dropped."""
@@ -110,9 +96,7 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig, concepts: int =
         order = [i for g in rng.permutation(len(groups)) for i in groups[g]]
         size = min(config.batch_size, len(order))
         for start in range(0, len(order) - size + 1, size):
-            extra = rng.choice(concepts, min(config.concepts_per_batch, concepts), replace=False) if concepts else []
-            rows = order[start : start + size] + [len(note_ids) + int(c) for c in extra]
-            schedule.append([(epoch, i) for i in rows])
+            schedule.append([(epoch, i) for i in order[start : start + size]])
         epoch += 1
     return schedule[:steps]
 
@@ -142,11 +126,8 @@ class PositivePairs(Dataset):
         epoch, i = key
         config, graph = self.config, self.data.graph
         rng = np.random.default_rng([config.seed, 1 + epoch, i])
-        if i >= len(self.data):
-            text, *terms = rng.permutation(graph.names[i - len(self.data)]).tolist()
-            return Row(text, draw_positives(terms, config.positives_per_chunk, rng), [text, *terms])
         terms, text = self.data.positives(i), self.data.texts[i]
-        drawn = draw_positives(terms, config.positives_per_chunk, rng, self.data.weights(i))
+        drawn = draw_positives(terms, config.positives_per_chunk, rng)
         near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
         near = sorted(set(near) - set(terms))
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
@@ -170,12 +151,9 @@ class Collator:
     rows_per_bucket: int = 16
     entity_buckets: int = 8
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
-    templates: float = 0.0  # StageConfig's
 
     def __call__(self, rows: list[Row]) -> dict:
         terms = list(dict.fromkeys(term for row in rows for term in (*row.drawn, *row.hard)))
-        asked = [as_question(term, self.templates) for term in terms]
-        entity_tokens = ENTITY_TOKENS + 8 * bool(self.templates)
         at = {term: u for u, term in enumerate(terms)}
         known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
         left_out, hard = torch.zeros_like(known), torch.zeros_like(known)
@@ -192,7 +170,7 @@ class Collator:
             kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
         return {
             "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
-            "entities": token_buckets(self.encoder, asked, entity_tokens, self.entity_buckets),
+            "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
             "left_out": left_out & ~known,  # likewise: neither positive nor negative

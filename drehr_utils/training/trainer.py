@@ -226,8 +226,8 @@ def train_stage(
     if config.keep and reference is None:
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
-    schedule = batch_schedule(note_ids, config, len(data.graph.names))
-    collator = Collator(encoder, data.graph.concepts_of, reference=reference, templates=config.templates)
+    schedule = batch_schedule(note_ids, config)
+    collator = Collator(encoder, data.graph.concepts_of, reference=reference)
     loss = partial(batch_loss, config=config, reference=reference)
     pairs = PositivePairs(data, config)
     return train(encoder, pairs, schedule, collator, loss, config, output, **options)

@@ -1,4 +1,4 @@
-"""Records: what is there stays, a killed write leaves the old file, smoke writes nothing in data/."""
+"""Records: what is there stays, a killed write leaves the old file."""
 
 import os
 
@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from drehr_utils.evaluation.records import Record
-from drehr_utils.papers.drehr import ablations, recipe_search
-from drehr_utils.profiles import ROOT, load_profile
+from drehr_utils.papers.kg import rate_search
+from drehr_utils.profiles import load_profile
 
 TOY = Record("toy.csv", ("name", "share"))
 
@@ -18,10 +18,6 @@ def smoke(monkeypatch, tmp_path):
     profile = load_profile("smoke")
     monkeypatch.setattr(type(profile), "cache", property(lambda self: tmp_path))
     return profile
-
-
-def committed():
-    return {path.name: path.read_bytes() for path in (ROOT / "data").glob("*.csv")}
 
 
 def rows(value):
@@ -54,23 +50,8 @@ def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
     assert TOY.path(smoke).read_bytes() == before
 
 
-def test_smoke_writes_no_committed_record(smoke, monkeypatch, capsys):
-    """The search wrote data/dev_search.csv whatever the profile."""
-    monkeypatch.setattr(recipe_search.pipeline, "train_recipe", lambda *_: (None, {}))
-    monkeypatch.setattr(recipe_search, "dev_scores", lambda *_: {"single MAP": 1.0})
-    monkeypatch.setattr(recipe_search, "transfer_scores", lambda *_: {})
-    monkeypatch.setattr(recipe_search, "load_profile", lambda _: smoke)
-    before, first = committed(), next(iter(recipe_search.candidates(smoke)))
-    for arguments in (["--only", first, "--shares", "1"], ["--shares", "1"], ["--only", first, "--remake"]):
-        recipe_search.main(["--profile", "smoke", *arguments])
-    assert committed() == before
-    record = recipe_search.RECORD.read(smoke)
-    assert set(record["candidate"]) == set(recipe_search.candidates(smoke))  # --only with --remake keeps the others
-    assert len(record) == len(recipe_search.candidates(smoke)) + 1  # the first also with share 0.6
-
-
-@pytest.mark.parametrize("record", [ablations.SEEDS, ablations.CHANGES, recipe_search.RECORD])
-def test_a_committed_record_stays_byte_for_byte_when_it_grows(record, smoke, capsys):
+def test_a_committed_record_stays_byte_for_byte_when_it_grows(smoke, capsys):
+    record = rate_search.RECORD
     before = record.path(load_profile("open")).read_text()
     record.path(smoke).write_text(before)
     record.add(smoke, dict.fromkeys(record.keys, "new") | {"recipe": "x"}, lambda: pd.DataFrame({"minutes": [0.0]}))

@@ -10,7 +10,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import MistralConfig, MistralModel, TrainerCallback
 
 from drehr_utils import pipeline
-from drehr_utils.config import StageConfig
+from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import load_profile
@@ -91,7 +91,7 @@ def test_gradients_equal_those_of_every_entity_encoded_by_itself():
     S = encoders.embed_buckets(encoder, batch["chunks"]) @ four.T
     P = torch.tensor([[True, True, False, False], [False, False, True, True]])
     N = torch.tensor([[False, False, False, True], [False, True, False, False]])  # the shared furosemide is masked
-    losses.multi_similarity_loss(S, P, N).backward()
+    losses.batch_multi_similarity_loss(S, P, N).backward()
     plain = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
     assert torch.allclose(ours, plain, atol=1e-5)
 
@@ -136,16 +136,6 @@ def test_a_saved_model_is_a_sentence_transformers_folder(tmp_path):
     ours = encoders.encode(encoder, ["htn", "lasix", "htn"])
     assert np.allclose(loaded.encode(["htn", "lasix", "htn"], normalize_embeddings=True), ours, atol=1e-5)
     assert loaded.max_seq_length == 512
-
-
-def test_averaging_with_the_start():
-    profile = load_profile("smoke")
-    start, moved = pipeline.starting_encoder(profile), pipeline.starting_encoder(profile)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter += 1
-    mixed = encoders.average_weights(moved, start, 0.25)
-    assert torch.allclose(weights(mixed) - weights(start), torch.tensor(0.25), atol=1e-5)
 
 
 def test_a_decoder_with_lora_and_last_token_pooling_trains_and_merges(tmp_path):
@@ -197,24 +187,19 @@ def test_adapters_keep_their_dropout_whatever_the_encoders_is(dropout, expected,
     assert seen.adapters == {0.1} and seen.encoder == expected
 
 
-def test_labels_are_completed_by_the_graph_and_concepts_join_as_anchors():
+def test_labels_are_completed_by_the_graph():
     view = sampling.GraphView(
         concepts_in=lambda text: frozenset({"C1"} if "lasix" in text else set()),
         concepts_of=lambda term: frozenset({"C1"} if term == "furosemide" else set()),
-        names=[["furosemide", "lasix", "frusemide"]],
     )
     chunks = [Chunk("a_0", "a", "on lasix"), Chunk("b_0", "b", "edema")]
     sets = PositiveSets.build([("a_0", [("disease", "edema")]), ("b_0", [("drug", "furosemide")])], STAGE2_SOURCES)
     training_set = TrainingSet.build(chunks, sets, graph=view)
-    config = replace(CONFIG, batch_size=2, complete_labels=True, concepts_per_batch=1, positives_per_chunk=2)
-    (batch,) = batch_schedule(["a", "b"], replace(config, epochs=1, max_steps=None), len(view.names))
-    assert sorted(i for _, i in batch) == [0, 1, 2]  # 2: the concept, after the chunks
+    config = replace(CONFIG, batch_size=2, complete_labels=True, positives_per_chunk=2)
     pairs = sampling.PositivePairs(training_set, config)
     encoder = pipeline.starting_encoder(load_profile("smoke"))
     collated = sampling.Collator(encoder, view.concepts_of)([pairs[0, 0], pairs[0, 1]])
     assert collated["known"].tolist() == [[True, True], [False, True]]  # edema, furosemide: completed for the first
-    concept = pairs[0, 2]
-    assert {concept.text, *concept.drawn} == set(concept.positives) == {"furosemide", "lasix", "frusemide"}
     plain = sampling.PositivePairs(training_set, replace(config, complete_labels=False))
     assert sampling.Collator(encoder, view.concepts_of)([plain[0, 0], plain[0, 1]])["known"].tolist()[0] == [
         True,
@@ -282,7 +267,7 @@ def test_mismatched_or_empty_data_is_refused():
 
 def test_ablations_differ_by_what_their_name_says():
     profile = load_profile("open")
-    assert profile.without_stage1().stage2 == profile.published.stage2 and profile.without_stage1().stage1 is None
+    assert profile.without_stage1() == Recipe(stage2=replace(profile.published.stage2, epochs=2))  # as many steps
     for stage in (profile.published.stage1, profile.published.stage2):  # the recipe as published: §3.3, §4.2
         assert (stage.learning_rate, stage.warmup_ratio, stage.alpha, stage.beta, stage.lam, stage.epsilon) == (
             1e-4, 0.1, 2, 50, 0.5, 0.1)  # fmt: skip

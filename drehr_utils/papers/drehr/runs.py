@@ -18,7 +18,7 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,12 +31,11 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import metrics
-from drehr_utils.papers.drehr import ablations
+from drehr_utils.evaluation import medquad, metrics
+from drehr_utils.papers.drehr import ablations, recipe_search
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile, load_profile
-from drehr_utils.training import trainer
-from drehr_utils.training.encoders import describe_device
+from drehr_utils.training import encoders, trainer
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
@@ -64,8 +63,10 @@ def table4(profile: Profile) -> dict[str, Recipe]:
 
 
 def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, then the ablations of Tables 5 and 6 at their share of the steps."""
-    return table4(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+    """Every trained row: Table 4's, the ablations of Tables 5 and 6 at their share of the steps, and the candidates of
+    the search, which are scored on dev alone."""
+    tables = table4(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+    return tables | recipe_search.candidates(profile)
 
 
 def folder(profile: Profile) -> Path:
@@ -87,6 +88,18 @@ def dev_means(profile: Profile, encoder: SentenceTransformer) -> dict[str, float
     found = {"single": metrics.single_patient(bench, scores), "multi": metrics.multi_patient(bench, scores)}
     means = {f"{setting} {k}": v for setting, values in found.items() for k, v in metrics.means(values).items()}
     return {name: round(float(value), 3) for name, value in means.items() if metrics.AVERAGE not in name}
+
+
+def transfer_scores(encoder: SentenceTransformer) -> dict[str, float]:
+    """Zero-shot R@1 and R@5 on a sample of MedQuAD, 16 candidates a query; empty where the data aren't at hand.
+
+    A guard against forgetting, not a target: the full split with 64 candidates is notebook 08's."""
+    if (data := medquad.load_medquad()) is None:
+        return {}
+    data = data.every(7)
+    candidates = medquad.medquad_candidates(data, medquad.term_scores(data, "BM25"), n=16)
+    values = medquad.zero_shot(lambda texts: encoders.encode(encoder, texts, bf16=True), data, candidates)
+    return {f"MedQuAD {metric}": round(float(value), 2) for metric, value in metrics.means(values).items()}
 
 
 def train(profile: Profile, row: str, seed: int = 0) -> tuple[Path, dict[str, pd.DataFrame]]:
@@ -124,11 +137,12 @@ def data_digest(profile: Profile, recipe: Recipe) -> str:
 
 
 def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str, pd.DataFrame]) -> None:
-    """Scores a trained row on dev and test, and writes its records."""
+    """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
     recipe, name = ablations.with_seed(rows(profile)[row], seed), slug(row, seed)
-    found = {}
-    for split in SPLITS:
-        bench, scores = pipeline.benchmark(profile, split), pipeline.model_scores(profile, model, split)
+    found, candidate = {}, row in recipe_search.candidates(profile)
+    for split in SPLITS[: 1 if candidate else 2]:
+        bench = pipeline.benchmark(profile, split)
+        scores = pipeline.model_scores(profile, model, bench)
         found[split] = metrics.per_search(bench, scores)
         if seed == 0 and row in table4(profile):
             write_runs(profile, row, bench, scores, split)
@@ -138,10 +152,10 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "row": row,
         "seed": seed,
         "steps": {stage: len(curves[stage]) for stage in stages},
-        "chunks": sum(len(curves[stage]) * config.batch_size for stage, config in stages.items()),
+        "chunks": pipeline.budget(recipe, curves),
         "minutes": round(sum(json.loads((part / "stage.json").read_text())["minutes"] for part in _stages(model)), 1),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {describe_device()}",
+        "machine": f"{platform.machine()}, {encoders.describe_device()}",
         "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
         "recipe": artifacts.digest(recipe),
         "data": data_digest(profile, recipe),
@@ -172,7 +186,7 @@ def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> N
 
 
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
-    """A system's TREC run files of a split: Single-Patient's searches whole, Multi-Patient's first 100 chunks.
+    """A system's TREC run files of a split, the first 100 chunks of each search: all of a note's.
 
     Scores are float32, as trec_eval reads them; equal ones are told apart in the last digit, in our order."""
     for setting in SETTINGS:
@@ -211,8 +225,6 @@ def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
 
 def abouts(profile: Profile) -> list[dict]:
     """What the records that the profile shows say of themselves."""
-    if profile.max_eval_patients:  # a slice of the benchmark has other scores
-        return []
     return [json.loads(path.read_text()) for path in sorted(folder(profile).glob("*.json"))]
 
 
@@ -231,8 +243,14 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
     return values.assign(query_type=values["query_id"].map(kinds))[[*keys[:2], *metrics.COLUMNS, "seed"]]
 
 
+def recorded(profile: Profile, names: Iterable[str], split: str = "test") -> dict[str, pd.DataFrame]:
+    """`per_search` of those of the rows that have a record."""
+    found = {name: per_search(profile, name, split) for name in names}
+    return {name: values for name, values in found.items() if values is not None}
+
+
 def budgets(profile: Profile) -> dict[str, int]:
-    """Row -> how many chunks each of its trainings was shown."""
+    """Row -> how many chunks each of its trainings was shown, repeats counted."""
     return {about["row"]: about["chunks"] for about in abouts(profile)}
 
 
@@ -271,6 +289,11 @@ def main(arguments: list[str] | None = None) -> None:
         out_of_date = stale(profile)
         print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
         raise SystemExit(bool(out_of_date))
+    if not options.only:
+        for split in SPLITS:
+            bench = pipeline.benchmark(profile, split)
+            for name, scores in pipeline.untrained_scores(profile, bench).items():
+                write_runs(profile, name, bench, scores, split)
     for row in options.only or known:
         for seed in options.seeds:
             if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():

@@ -1,7 +1,6 @@
-"""Ablations: rows that differ only by what their name says, the changes of the recipe, the committed records."""
+"""Ablations: rows that differ only by what their name says; the search's rule; what the trainings are made of."""
 
 import json
-from collections import Counter
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,16 +9,15 @@ import pytest
 import scipy.stats
 import torch
 
-from drehr_utils import artifacts, pipeline
+from drehr_utils import pipeline
 from drehr_utils.config import Resampling, StageConfig
-from drehr_utils.data.benchmark import MATCH_TYPES
 from drehr_utils.data.notes import Chunk
 from drehr_utils.evaluation import intervals, tables
 from drehr_utils.papers.drehr import ablations, recipe_search
 from drehr_utils.profiles import load_profile
 from drehr_utils.training import encoders, losses, sampling, trainer
-from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES, PositiveSets, as_question
-from drehr_utils.training.sampling import GraphView, Row, TrainingSet
+from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES, PositiveSets
+from drehr_utils.training.sampling import GraphView, TrainingSet
 
 
 def differences(a: dict, b: dict) -> set[str]:
@@ -43,7 +41,7 @@ def test_two_trained_ablations_differ_by_their_sources_only():
 
 
 def test_rows_are_cumulative_at_one_budget_and_the_last_is_the_recipe():
-    profile = load_profile("open")
+    profile = load_profile("full")
     rows = ablations.stage1_ablation(profile)
     assert len({recipe.stage2 for recipe in rows.values()}) == 1
     assert [rows[name].stage1.sources for name in ablations.STAGE1_ROWS] == [
@@ -52,32 +50,15 @@ def test_rows_are_cumulative_at_one_budget_and_the_last_is_the_recipe():
     for stage in ("stage1", "stage2"):
         ours, full = getattr(last, stage), getattr(plain, stage)
         assert {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(full, f.name)} == {"max_steps"}
-        assert ours.max_steps == round(0.25 * (len(pipeline.chunks(profile)) // 32))
-    control = ablations.control(profile)
-    assert control.stage1 is None and control.stage2.max_steps == last.stage1.max_steps + last.stage2.max_steps
+        assert ours.max_steps == round(0.5 * 10 * (len(pipeline.chunks(profile)) // 32))
+    without = profile.without_stage1()  # as many steps as both stages take
+    assert without == replace(plain, stage1=None, stage2=replace(plain.stage2, epochs=20))
     single = ablations.stage2_ablation(profile)
-    assert single.pop("Stage I + all three") == last
+    assert single.pop("Stage I + all three") == last and single.pop("Stage I only") == replace(last, stage2=None)
     assert [recipe.stage2.sources for recipe in single.values()] == [(kind,) for kind in STAGE2_SOURCES]
     assert {recipe.stage1 for recipe in single.values()} == {last.stage1}
     whole = replace(profile, ablation_share=1.0)
     assert ablations.shortened(whole, whole.published) == whole.published
-
-
-def test_each_change_alters_what_it_names_and_all_are_joined():
-    profile = load_profile("open")
-    recipes = ablations.recipe_changes(profile)
-    plain, together = recipes.pop(ablations.PLAIN), recipes.pop(ablations.TOGETHER)
-    changed = {name: {f.name for f in fields(StageConfig) if getattr(r.stage1, f.name) != getattr(plain.stage1, f.name)}
-               for name, r in recipes.items()}  # fmt: skip
-    expected = [{"both_ways"}, {"mask_false_negatives"}, {"draw_weights"}, {"hard_negatives"}, {"positives_per_chunk"},
-                {"beta"}, {"batch_size", "max_steps", "recompute"}, {"templates"}]  # fmt: skip
-    assert list(changed.values()) == expected
-    every = {f.name for f in fields(StageConfig) if getattr(together.stage1, f.name) != getattr(plain.stage1, f.name)}
-    assert every == set.union(*expected)
-    seeded = ablations.with_seed(plain, 2)
-    assert {f.name for f in fields(StageConfig) if getattr(seeded.stage2, f.name) != getattr(plain.stage2, f.name)} == {
-        "seed"
-    }
 
 
 def test_recomputing_changes_no_gradient():
@@ -98,13 +79,14 @@ def test_a_hard_negative_is_its_own_chunks_only():
     S = torch.tensor([[0.6, 0.3, 0.9], [0.2, 0.7, 0.95]])  # the third entity: a hard negative of the first chunk
     columns, known = torch.tensor([[0], [1]]), torch.tensor([[True, False, False], [False, True, False]])
     hard = torch.tensor([[False, False, True], [False, False, False]])
-    ours = trainer.contrastive_loss(S, columns, known, StageConfig(), hard=hard)
+    config = StageConfig(per_anchor=True)
+    ours = trainer.contrastive_loss(S, columns, known, config, hard=hard)
     by_hand = losses.multi_similarity_loss(
         S, torch.tensor([[True, False, False], [False, True, False]]),
         torch.tensor([[False, True, True], [True, False, False]]),
     )  # fmt: skip
     assert ours.item() == pytest.approx(by_hand.item())
-    both = trainer.contrastive_loss(S, columns, known, StageConfig(both_ways=True), hard=hard)
+    both = trainer.contrastive_loss(S, columns, known, replace(config, both_ways=True), hard=hard)
     back = losses.multi_similarity_loss(S.T[:2], known.T[:2], ~known.T[:2])
     assert both.item() == pytest.approx((by_hand + back).item() / 2)
 
@@ -126,35 +108,11 @@ def test_hard_negatives_are_drawn_from_the_graph_and_are_no_positives():
 
 def test_the_graph_names_siblings_and_narrower_concepts_of_what_a_chunk_mentions():
     profile = load_profile("smoke")
-    graph, view = pipeline.knowledge_graph(profile), pipeline.graph_view(profile, concepts=False)
+    graph, view = pipeline.knowledge_graph(profile), pipeline.graph_view(profile)
     cui = next(c for c in graph.is_a if graph.hypernyms(c) and graph.hyponyms(c))
     found = set(view.confusable(frozenset({cui})))
     assert {graph.cui2pt[c] for c in graph.hyponyms(cui)} <= found
     assert graph.cui2pt[cui] not in found and not {graph.cui2pt[c] for c in graph.hypernyms(cui)} & found
-
-
-def test_draws_follow_their_weights():
-    rows = [("a_0", [("disease", f"d{i}") for i in range(40)] + [("drug", f"m{i}") for i in range(40)])]
-    chunks = [Chunk("a_0", "a", "x")]
-    training_set = TrainingSet.build(chunks, PositiveSets.build(rows, STAGE2_SOURCES), draw_weights=(("drug", 0.25),))
-    drawn = Counter(
-        term[0]
-        for epoch in range(300)
-        for term in sampling.PositivePairs(training_set, StageConfig(positives_per_chunk=4))[epoch, 0].drawn
-    )
-    assert drawn["m"] / drawn["d"] == pytest.approx(0.25, rel=0.2)
-
-
-def test_a_fixed_share_of_the_entities_is_asked():
-    names = [f"entity {i}" for i in range(2000)]
-    asked = [as_question(name, 0.5) != name for name in names]
-    assert np.mean(asked) == pytest.approx(0.5, abs=0.05)
-    assert [as_question(name, 0.5) for name in names] == [as_question(name, 0.5) for name in names]
-    assert all(as_question(name, 0.0) == name for name in names) and all(as_question(n, 1.0) != n for n in names)
-    encoder = pipeline.starting_encoder(load_profile("smoke"))
-    rows = [Row("chf", ["heart failure"], ["heart failure"])]
-    plain, questions = (sampling.Collator(encoder, templates=share)(rows) for share in (0.0, 1.0))
-    assert questions["entities"][0]["input_ids"].shape[1] > plain["entities"][0]["input_ids"].shape[1]
 
 
 def test_gains_carry_a_paired_interval():
@@ -179,37 +137,32 @@ def test_the_improved_recipe_meets_its_targets_by_match_type():
     assert (gain > 0).all() and gain["abbreviation"] >= 15 and table.loc[pipeline.IMPROVED, "string"] >= 95
 
 
-def test_the_committed_records_are_of_todays_recipes():
-    profile = load_profile("open")
-    changes = ablations.CHANGES.read(profile)
-    known = dict(zip(changes["system"], changes["recipe"], strict=True))
-    assert known == {name: artifacts.digest(recipe) for name, recipe in ablations.recipe_changes(profile).items()}
-    record, recipes = ablations.SEEDS.read(profile), ablations.stage1_ablation(profile)
-    recipes |= {ablations.CONTROL: ablations.control(profile)}
-    of_seed = {seed: {n: ablations.with_seed(r, seed) for n, r in recipes.items()} for seed in range(3)}
-    wanted = {(seed, n, artifacts.digest(r)) for seed, rows in of_seed.items() for n, r in rows.items()}
-    cells = record.groupby(["seed", "system", "recipe"])["group"].agg(set)
-    assert set(cells.index) == wanted and all(groups == set(MATCH_TYPES) for groups in cells)
-
-
-def test_the_collapsed_loss_is_the_losss_own_at_equal_similarities():
+@pytest.mark.parametrize("per_anchor", [False, True])
+def test_the_collapsed_loss_is_the_losss_own_at_equal_similarities(per_anchor):
+    function = losses.multi_similarity_loss if per_anchor else losses.batch_multi_similarity_loss
     for config in (StageConfig(positives_per_chunk=3, batch_size=4), StageConfig(positives_per_chunk=2, beta=20.0)):
+        config = replace(config, per_anchor=per_anchor)
         own = torch.eye(config.batch_size, dtype=torch.bool).repeat_interleave(config.positives_per_chunk, dim=1)
         values = [
-            losses.multi_similarity_loss(torch.full(own.shape, s, dtype=torch.float64), own, ~own, beta=config.beta)
+            function(torch.full(own.shape, s, dtype=torch.float64), own, ~own, beta=config.beta)
             for s in np.linspace(0, 0.7, 1401)
         ]
         assert ablations.collapsed_loss(config) == pytest.approx(min(values).item(), abs=1e-5)
 
 
-def test_the_improved_recipe_is_the_searchs_best_on_dev():
-    profile, record = load_profile("open"), recipe_search.RECORD.read(load_profile("open"))
-    chosen, improved = recipe_search.best(record), profile.improved
-    assert chosen["own_share"] == improved.own_share
-    assert chosen["recipe"] == artifacts.digest(replace(improved, own_share=1.0))
-    keys = {name: artifacts.digest(replace(r, own_share=1.0)) for name, r in recipe_search.candidates(profile).items()}
-    rows = record.dropna(subset="recipe")
-    assert all(keys[row.candidate] == row.recipe for row in rows.itertuples())
+def test_a_candidate_differs_from_the_one_before_by_what_it_says():
+    found = list(recipe_search.candidates(load_profile("open")).values())
+
+    def changed(a: StageConfig, b: StageConfig) -> set[str]:
+        return {f.name for f in fields(StageConfig) if getattr(a, f.name) != getattr(b, f.name)}
+
+    assert changed(found[0].stage2, found[1].stage2) == {"both_ways"}
+    graph = {"complete_labels", "complete_hypernyms", "leave_out_related", "substitution"}
+    assert changed(found[1].stage2, found[2].stage2) == graph and found[2].read_names
+    assert changed(found[2].stage2, found[3].stage2) == {"keep", "kept_per_chunk"}
+    assert [changed(found[3].stage2, found[i].stage2) for i in (4, 5)] == [{"beta"}, {"learning_rate"}]
+    assert found[6].stage1 and sum(c.epochs for c in (found[6].stage1, found[6].stage2)) == found[3].stage2.epochs
+    assert replace(found[7].stage2, epochs=2) == load_profile("open").improved.stage2
 
 
 def test_the_guard_leaves_out_what_forgets_and_what_was_not_asked():
@@ -218,4 +171,13 @@ def test_the_guard_leaves_out_what_forgets_and_what_was_not_asked():
         ("not asked", 91.0, 91.0, None, None), ("good", 80.0, 80.0, 43.0, 86.0), ("better", 79.0, 82.0, 43.0, 88.0),
     ]  # fmt: skip
     record = pd.DataFrame(rows, columns=["candidate", "single MAP", "multi R@100", *recipe_search.GUARD])
-    assert recipe_search.best(record)["candidate"] == "better"
+    assert recipe_search.best(record, record.iloc[0])["candidate"] == "better"
+
+
+def test_choosing_on_half_of_the_patients_is_scored_on_the_other():
+    patients = [f"p{i}" for i in range(10)]
+    chance = pd.DataFrame(np.random.default_rng(0).normal(size=(10, 30)), patients)  # candidates that are alike
+    found = recipe_search.nested_choice(lambda some: chance.loc[list(some)].mean(), patients)
+    assert len(found) == 200 and abs(found["on the other half"].mean()) < 0.3 < 0.5 < found["on its own half"].mean()
+    better = chance.assign(best=3.0)
+    assert set(recipe_search.nested_choice(lambda some: better.loc[list(some)].mean(), patients)["chosen"]) == {"best"}

@@ -1,0 +1,127 @@
+"""Records of trained rows: what is written is what was measured, by another reader; smoke leaves the committed ones."""
+
+import gzip
+import json
+import shutil
+
+import ir_measures
+import numpy as np
+import pandas as pd
+import pytest
+from ir_measures import AP, RR, R, nDCG
+
+from drehr_utils import pipeline
+from drehr_utils.data.benchmark import single_patient_tasks
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import metrics, tables
+from drehr_utils.papers.drehr import runs
+from drehr_utils.profiles import ROOT, load_profile
+
+MEASURES = {
+    "single": {"MRR": RR, "NDCG": nDCG, "MAP": AP},
+    "multi": {"MRR": RR, "NDCG@10": nDCG @ 10, "R@100": R @ 100},
+}
+NAMES = {"single": "all", "multi": "all"}
+
+
+def measured_by_ir_measures(bench, path, setting) -> dict[str, dict[str, float]]:
+    """Metric -> search -> value of a TREC run file, its judgments from the benchmark's own files."""
+    qrels = {t.search_id: t.relevant for t in single_patient_tasks(bench)} if setting == "single" else bench.qrels
+    run = list(ir_measures.read_trec_run(gzip.open(path, "rt").read()))
+    names = {measure: name for name, measure in MEASURES[setting].items()}
+    found: dict[str, dict[str, float]] = {name: {} for name in names.values()}
+    for value in ir_measures.iter_calc(names, qrels, run):
+        found[names[value.measure]][value.query_id] = 100 * value.value
+    return found
+
+
+@pytest.fixture
+def smoke(monkeypatch, tmp_path):
+    """The smoke profile with records of its own; models and the rest stay in its cache."""
+    monkeypatch.setattr(runs, "folder", lambda profile: tmp_path / "runs")
+    return load_profile("smoke")
+
+
+def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
+    bench = pipeline.benchmark(smoke, "dev")
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 4, (len(bench.queries), len(bench.corpus))).astype(float)  # many ties
+    found = metrics.per_search(bench, scores)
+    runs.add_scores(smoke, "x-seed0", {"dev": found})
+    runs.write_runs(smoke, "x", bench, scores, "dev")
+    for setting in runs.SETTINGS:
+        theirs = measured_by_ir_measures(bench, runs.folder(smoke) / f"x.dev.{setting}.run.gz", setting)
+        ours = found[(found["setting"] == setting) & (found["match_type"] == "all")]
+        for name, values in theirs.items():
+            expected = ours[ours["metric"] == name].set_index("search_id")["value"]
+            assert values.keys() == set(expected.index)
+            assert pd.Series(values)[expected.index].to_numpy() == pytest.approx(expected.to_numpy())
+
+
+@pytest.mark.slow
+def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, monkeypatch, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in (ROOT / "data/runs").glob("*")}
+    row, other = "DR.EHR w/o stage I", "1. the code's loss, masked"
+    runs.main(["--profile", "smoke", "--only", row, other, "--seeds", "0", "1"])
+    assert {path: path.read_bytes() for path in (ROOT / "data/runs").glob("*")} == before
+    model, curves = runs.train(smoke, row, 0)
+    bench = pipeline.benchmark(smoke, "test")
+    expected = metrics.per_search(bench, pipeline.model_scores(smoke, model, bench))
+    found = runs.per_search(smoke, row)
+    assert set(found["seed"]) == {0, 1} and runs.per_search(smoke, "DR.EHR") is None
+    keys = ["setting", "match_type", "search_id", "query_id", "query_type", "patient", "metric"]
+    both = found[found["seed"] == 0].merge(expected, on=keys)
+    assert len(both) == len(expected) and np.allclose(both["value_x"], both["value_y"], atol=1e-4)
+    about = json.loads((runs.folder(smoke) / f"{runs.slug(row, 0)}.json").read_text())
+    assert about["steps"] == {"stage2": 4} and about["chunks"] == 4 * 8 == runs.budgets(smoke)[row]
+    assert about["first losses"] == pytest.approx(curves["stage2"]["loss"].head(5).tolist(), abs=1e-5)
+    assert about["dev"]["stage2"]["step"] == [4] and not list(runs.folder(smoke).glob("1-*.run.gz"))
+    assert runs.stale(smoke) == []
+    # Another checkout's models are taken as they are, and only if they are of the row's recipe.
+    shutil.rmtree(runs.folder(smoke))
+    runs.main(["--profile", "smoke", "--only", row, "--models", str(smoke.cache / "models")])
+    again = json.loads((runs.folder(smoke) / f"{runs.slug(row, 0)}.json").read_text())
+    assert again == about
+    changed = json.loads(json.dumps(about)) | {"recipe": "another"}
+    (runs.folder(smoke) / f"{runs.slug(row, 0)}.json").write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match="1"):
+        runs.main(["--profile", "smoke", "--check"])
+    assert "another recipe" in capsys.readouterr().out
+    monkeypatch.setattr(runs, "rows", lambda profile: {row: smoke.published})
+    with pytest.raises(DataError, match="another recipe"):
+        runs.taken(smoke.cache / "models", smoke, row, 0)
+
+
+def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4():
+    """Every step by another reader: run file -> ir-measures -> scores.csv.gz -> figures/tables/drehr_table4.csv."""
+    profile, table4 = load_profile("open"), tables.read_table("drehr_table4").set_index(["system", "setting", "metric"])
+    recorded = [about for about in runs.abouts(profile) if about["row"] in runs.table4(profile) and about["seed"] == 0]
+    assert recorded
+    scores = pd.read_csv(runs.folder(profile) / "scores.csv.gz")
+    for about in recorded:
+        name = runs.slug(about["row"], 0)
+        for split in runs.SPLITS:
+            bench = pipeline.benchmark(profile, split)
+            for setting in runs.SETTINGS:
+                path = runs.folder(profile) / f"{runs.slug(about['row'])}.{split}.{setting}.run.gz"
+                part = scores.query("split == @split and setting == @setting and match_type == 'all'")
+                for metric, values in measured_by_ir_measures(bench, path, setting).items():
+                    expected = part[part["metric"] == metric].set_index("search_id")[name]
+                    assert pd.Series(values)[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), abs=2e-4)
+        seeds = [runs.slug(a["row"], a["seed"]) for a in runs.abouts(profile) if a["row"] == about["row"]]
+        test = scores[(scores["split"] == "test") & (scores["match_type"] == "all")]
+        for (setting, metric), values in test.groupby(["setting", "metric"]):
+            cell = table4.loc[(about["row"], setting, metric)]
+            assert cell["ours"] == pytest.approx(values[seeds].mean(axis=1).mean(), abs=0.05)
+            assert cell["budget"] == about["chunks"]
+
+
+def test_the_committed_records_are_of_todays_recipes_and_data():
+    profile = load_profile("full")
+    known = runs.rows(profile)
+    for about in runs.abouts(profile):
+        recipe = runs.ablations.with_seed(known[about["row"]], about["seed"])
+        assert runs.artifacts.digest(recipe) == about["recipe"], about["row"]
+        assert runs.data_digest(profile, recipe) == about["data"], about["row"]
+    size = sum(path.stat().st_size for path in runs.folder(profile).glob("*"))
+    assert size < 30e6
