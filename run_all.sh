@@ -11,8 +11,9 @@ Usage: ./run_all.sh [options]             run the notebooks in order, and show w
 
 Options:
   --profile NAME               open (default): the open data, on a laptop, notebooks executed in place
-                               smoke: a slice of it, in minutes; mimic: MIMIC and licensed vocabularies, on GPUs
-                               (smoke and mimic leave notebooks/ alone and write to data/cache/<profile>/notebooks/);
+                               full: the same, trained long enough to judge by (half a day); smoke: a slice, in minutes;
+                               mimic: MIMIC and licensed vocabularies, on GPUs (these three leave notebooks/ alone
+                               and write to data/cache/<profile>/notebooks/);
                                or the path of a .toml file: a profile of your own, see CONTRIBUTING.md
   --from NN                    start at notebook NN, for example --from 05
   --only NN[,NN...]            run these notebooks only, for example --only 08 or --only 08,09

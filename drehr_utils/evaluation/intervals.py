@@ -27,6 +27,7 @@ import scipy.sparse
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES
+from drehr_utils.evaluation.metrics import of_group
 
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
 
@@ -191,17 +192,12 @@ def evaluate_system(
     `start`, another system's values (the starting encoder). A group without a search has no row.
     """
 
-    def part(frame: pd.DataFrame | None, setting: str, group: str) -> pd.DataFrame | None:
-        if frame is None:
-            return None
-        column, kind = ("query_type", "all") if group in QUERY_TYPES else ("match_type", group)
-        wanted = (frame["setting"] == setting) & (frame["match_type"] == kind) & (frame[column] == group)
-        return frame[wanted].drop(columns=["setting", "match_type"])
-
     groups = [(setting, group) for setting in ("single", "multi") for group in ("all", *QUERY_TYPES)]
-    groups += [("single", kind) for kind in MATCH_TYPES]
-    parts = [(setting, group, part(values, setting, group), part(start, setting, group)) for setting, group in groups]
-    rows = [result_rows(name, *given, resampling, base) for *given, base in parts if not given[2].empty]
+    rows = []
+    for setting, group in groups + [("single", kind) for kind in MATCH_TYPES]:
+        base = None if start is None else of_group(start, setting, group)
+        if not (ours := of_group(values, setting, group)).empty:
+            rows.append(result_rows(name, setting, group, ours, resampling, base))
     return pd.concat(rows, ignore_index=True)
 
 

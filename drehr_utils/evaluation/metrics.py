@@ -17,7 +17,7 @@ import pandas as pd
 import scipy.stats
 from ir_measures import AP, RR, R, nDCG
 
-from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, single_patient_tasks
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.search.fusion import rank, reciprocal_rank_fusion, tie_keys
 
 SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note has few chunks (CliniQ §4.3)
@@ -90,6 +90,13 @@ def per_search(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
     parts = {("single", "all"): single_patient(benchmark, scores), ("multi", "all"): multi_patient(benchmark, scores)}
     parts |= {("single", kind): single_patient(benchmark, scores, kind) for kind in MATCH_TYPES}
     return pd.concat(parts, names=["setting", "match_type", None]).reset_index(["setting", "match_type"])
+
+
+def of_group(values: pd.DataFrame, setting: str, group: str = "all") -> pd.DataFrame:
+    """The part of a per_search frame that is of a setting and of a group: all queries, a query type, a match type."""
+    column, kind = ("query_type", "all") if group in QUERY_TYPES else ("match_type", group)
+    wanted = (values["setting"] == setting) & (values["match_type"] == kind) & (values[column] == group)
+    return values[wanted].drop(columns=["setting", "match_type"])
 
 
 def means(values: pd.DataFrame) -> pd.Series:

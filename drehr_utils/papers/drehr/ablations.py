@@ -49,7 +49,7 @@ def stage1_ablation(profile: Profile) -> dict[str, Recipe]:
 
 
 def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
-    """Table 6's ablation: from the same stage I, no stage II, it on one entity type alone, and on all of them (last)."""
+    """Table 6's ablation: from the same stage I no stage II, it on one entity type alone, and on all three (last)."""
     plain = shortened(profile, profile.published)
     rows = {STAGE1_ONLY: replace(plain, stage2=None)} | {
         f"Stage I + {kind.capitalize()}": replace(plain, stage2=replace(plain.stage2, sources=(kind,)))
@@ -86,8 +86,7 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
 
 
 def _average(values: pd.DataFrame, match_type: str) -> pd.DataFrame:
-    wanted = (values["match_type"] == match_type) & (values["metric"] == metrics.AVERAGE)
-    return values[wanted].drop(columns=["setting", "match_type"])
+    return metrics.of_group(values, "single", match_type).query("metric == @metrics.AVERAGE")
 
 
 def match_type_rows(
