@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from drehr_utils.evaluation.records import Record
-from drehr_utils.papers.kg import rate_search
 from drehr_utils.profiles import load_profile
 
 TOY = Record("toy.csv", ("name", "share"))
@@ -48,11 +47,3 @@ def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         TOY.add(smoke, {"name": "b", "share": 1.0}, rows(2))
     assert TOY.path(smoke).read_bytes() == before
-
-
-def test_a_committed_record_stays_byte_for_byte_when_it_grows(smoke, capsys):
-    record = rate_search.RECORD
-    before = record.path(load_profile("open")).read_text()
-    record.path(smoke).write_text(before)
-    record.add(smoke, dict.fromkeys(record.keys, "new") | {"recipe": "x"}, lambda: pd.DataFrame({"minutes": [0.0]}))
-    assert record.path(smoke).read_text().startswith(before)

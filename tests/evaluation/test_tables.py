@@ -144,7 +144,7 @@ def test_with_paper_appends_the_papers_other_systems(long):
 
 
 def test_save_and_read_back(long, tmp_path):
-    table = with_paper(long, paper_figures("cliniq", 3))
+    table = with_paper(long.assign(budget=[3264.0, *[np.nan] * (len(long) - 1)]), paper_figures("cliniq", 3))
     layout = Layout(caption="50% of A & B", labels={"single": "Single-Patient"})
     save_table(table, "toy", layout, tmp_path)
     first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -14,7 +14,7 @@ from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.evaluation import tables
 from drehr_utils.evaluation.claims import verdict
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, paired_randomization_test, percentile_interval
-from drehr_utils.evaluation.metrics import Scores, means, multi_patient, single_patient
+from drehr_utils.evaluation.metrics import Scores, means, of_group
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.profiles import Profile
 from drehr_utils.search import expansion
@@ -72,25 +72,9 @@ def system_scores(profile: Profile, benchmark: Benchmark, progress: bool = False
 # --- the paper's findings ----------------------------------------------------------------------------------------
 
 
-class Measured:
-    """Per-search values of every system, measured once: `values(system, setting, group)`, a frame of evaluation's."""
-
-    def __init__(self, benchmark: Benchmark, scores: Mapping[str, Scores]) -> None:
-        self.benchmark, self.scores = benchmark, dict(scores)
-        self._frames: dict[tuple[str, str, str | None], pd.DataFrame] = {}
-
-    def values(self, system: str, setting: str, group: str = "all") -> pd.DataFrame:
-        """`setting` is `single` or `multi`; `group` is `all`, a query type, or (single) a match type."""
-        match_type = group if group in MATCH_TYPES else None
-        key = (system, setting, match_type)
-        if key not in self._frames:
-            measure, more = (single_patient, (match_type,)) if setting == "single" else (multi_patient, ())
-            self._frames[key] = measure(self.benchmark, self.scores[system], *more)
-        frame = self._frames[key]
-        return frame if group == "all" or match_type else frame[frame["query_type"] == group]
-
-    def mean(self, system: str, setting: str, group: str, metric: str) -> float:
-        return float(means(self.values(system, setting, group)).get(metric, np.nan))
+def mean(values: pd.DataFrame, setting: str, group: str, metric: str) -> float:
+    """Of a metrics.per_search frame's part; NaN where there is no search."""
+    return float(means(of_group(values, setting, group)).get(metric, np.nan))
 
 
 def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resampling) -> dict[str, float]:
@@ -168,23 +152,25 @@ def paper_means() -> pd.DataFrame:
     return pd.concat([figures, average.assign(metric="Average")], ignore_index=True)
 
 
-def findings_table(findings: Sequence[Finding], measured: Measured, resampling: Resampling) -> pd.DataFrame:
+def findings_table(
+    findings: Sequence[Finding], values: Mapping[str, pd.DataFrame], resampling: Resampling
+) -> pd.DataFrame:
     """One row a finding: RESULT_COLUMNS with the claim, what is compared, its sign and our verdict.
 
-    `paper` is the paper's own difference (NaN where it prints none)."""
+    `values`: each system's metrics.per_search. `paper` is the paper's own difference (NaN where it prints none)."""
     published = paper_means().set_index(["system", "setting", "group", "metric"])["value"]
 
     def theirs(f: Finding, system: str, group: str) -> float:
         return published.get((IN_PAPER.get(system, system), f.setting, group, f.metric), np.nan)
 
     def ours(f: Finding, system: str, group: str) -> float:
-        return measured.mean(system, f.setting, group, f.metric)
+        return mean(values[system], f.setting, group, f.metric)
 
     rows = []
     for f in findings:
         b, b_group, compared = f.b, f.group, f"{f.a} − {f.b}"
         if b is None:
-            rivals = {s: ours(f, s, f.group) for s in measured.scores if s not in (f.a, RELATED)}
+            rivals = {s: ours(f, s, f.group) for s in values if s not in (f.a, RELATED)}
             b = pd.Series(rivals).fillna(-np.inf).idxmax()
             compared = f"{f.a} − {b}"
             rivals = published.xs((f.setting, f.group, f.metric), level=("setting", "group", "metric"))
@@ -196,7 +182,7 @@ def findings_table(findings: Sequence[Finding], measured: Measured, resampling: 
             paper = min(theirs(f, b, kind) for kind in others)
         else:
             paper = theirs(f, b, f.group)
-        sides = measured.values(f.a, f.setting, f.group), measured.values(b, f.setting, b_group)
+        sides = of_group(values[f.a], f.setting, f.group), of_group(values[b], f.setting, b_group)
         found = difference(*sides, f.metric, resampling)
         row = {
             "claim": f.claim,

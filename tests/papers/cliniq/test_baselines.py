@@ -16,9 +16,9 @@ from drehr_utils.papers.cliniq.baselines import (
     RELATED,
     SPARSE,
     Finding,
-    Measured,
     difference,
     findings_table,
+    mean,
     paper_means,
     settings,
 )
@@ -51,15 +51,15 @@ def frame(values, metric="MRR"):
 
 
 def test_match_type_pools_by_hand(toy):
-    measured = Measured(toy, {"x": SCORES})
+    values = metrics.per_search(toy, SCORES)
     # q1 in A: A_0*, A_1, A_2*, ...; without A_0 the implication match A_2 is second, not third.
     # q2 in A: A_0, A_1*, A_2, A_3*, ...; without A_1 the implication match A_3 is third, not fourth.
-    assert measured.mean("x", "single", "implication", "MRR") == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
-    assert measured.mean("x", "single", "string", "MRR") == pytest.approx(100 * (1 + 1 / 2) / 2)
-    assert measured.mean("x", "single", "all", "MRR") == pytest.approx(100 * (1 + 1 / 2 + 1 / 2) / 3)
-    assert measured.mean("x", "single", "drug", "MRR") == 50
-    assert measured.mean("x", "multi", "drug", "MRR") == 50  # B_1, B_0*
-    assert np.isnan(measured.mean("x", "single", "hyponym", "MRR"))
+    assert mean(values, "single", "implication", "MRR") == pytest.approx(100 * (1 / 2 + 1 / 3) / 2)
+    assert mean(values, "single", "string", "MRR") == pytest.approx(100 * (1 + 1 / 2) / 2)
+    assert mean(values, "single", "all", "MRR") == pytest.approx(100 * (1 + 1 / 2 + 1 / 2) / 3)
+    assert mean(values, "single", "drug", "MRR") == 50
+    assert mean(values, "multi", "drug", "MRR") == 50  # B_1, B_0*
+    assert np.isnan(mean(values, "single", "hyponym", "MRR"))
 
 
 def test_fusion_of_systems_that_rank_nothing_gets_chance():
@@ -113,14 +113,15 @@ def test_an_unpaired_difference_covers_and_has_no_p():
 def test_findings_by_hand_with_the_papers_own_numbers(toy):
     better = SCORES.copy()
     better[1, 1] = 9  # q2 in A: A_1* first
-    measured = Measured(toy, {SPARSE: SCORES, EXPANDED: better, RELATED: better + 1})
+    scores = {SPARSE: SCORES, EXPANDED: better, RELATED: better + 1}
+    values = {name: metrics.per_search(toy, matrix) for name, matrix in scores.items()}
     rows = findings_table(
         [
             Finding("helps", EXPANDED, SPARSE, "single", "all", "MRR"),
             Finding("leads", SPARSE, None, "multi", "drug", "MRR"),
             Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1),
         ],
-        measured, Resampling(50, 50),
+        values, Resampling(50, 50),
     )  # fmt: skip
     helps, leads, hardest = (row for _, row in rows.iterrows())
     assert helps["paper"] == pytest.approx(74.14 - 71.65) and helps["ours"] == pytest.approx(50 / 3)
@@ -161,8 +162,8 @@ def test_expansion_on_dev_with_the_open_graph():
     np.testing.assert_array_equal(plain, baselines.BM25(dev.corpus.values()).scores(dev.queries.values()))
     scores = {SPARSE: plain, EXPANDED: baselines.lexical_scores(dev, graph, ("synonyms", "hyponyms"))}
     scores[FUSED] = (scores[SPARSE], scores[EXPANDED])
-    measured = Measured(dev, scores)
-    assert measured.mean(EXPANDED, "single", "synonym", "MAP") > measured.mean(SPARSE, "single", "synonym", "MAP") + 10
+    values = {name: metrics.per_search(dev, matrices) for name, matrices in scores.items()}
+    assert mean(values[EXPANDED], "single", "synonym", "MAP") > mean(values[SPARSE], "single", "synonym", "MAP") + 10
     for group in ("all", "string", "drug"):
-        low, fused, high = sorted(measured.mean(s, "single", group, "MAP") for s in scores)
+        low, fused, high = sorted(mean(values[s], "single", group, "MAP") for s in scores)
         assert low <= fused <= high
