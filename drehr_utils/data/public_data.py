@@ -1,13 +1,15 @@
 """Fetches the public data that we may not pass on: `python -m drehr_utils.data.public_data --help`.
 
-MedQuAD with the CDV annotations (notebooks 08, 13), IU X-ray (14) and NCBI Disease (12) are downloaded from their own
-hosts, checked, and written in the layout that the notebooks read from $DREHR_PUBLIC_DATA. A download that was cut off
-goes on where it stopped, and a file appears under its name only when it is whole.
+MedQuAD with the CDV annotations (notebooks 08, 13), IU X-ray (14), NCBI Disease (12) and two collections of real notes
+to train on (ACI-Bench, MTS-Dialog) are downloaded from their own hosts, checked, and written in the layout that the
+notebooks read from $DREHR_PUBLIC_DATA. A download that was cut off goes on where it stopped, and a file appears under
+its name only when it is whole.
 
 What is checked, and how far:
 - `Source.outputs` holds SHA-256 sums of the uncompressed files that this project was developed with. One that differs
   is reported as a warning: our conversion was written without reaching the hosts, so it was never run on the live IU
   X-ray archive or on all of MedQuAD, only on files of their format.
+- ACI-Bench and MTS-Dialog are pinned to a commit, each file to its sum.
 - The sums of NCBI's three archives are those that a public library (nlstruct) lists for them; we could not compare them
   with the live ones. A file that doesn't have its sum is refused and deleted.
 - GitHub's and Open-i's archives have no published sum. The first sum seen is kept in `<folder>/downloads/SHA256SUMS`,
@@ -18,6 +20,7 @@ What is checked, and how far:
 from __future__ import annotations
 
 import argparse
+import csv
 import gzip
 import hashlib
 import http.client
@@ -239,6 +242,35 @@ def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
     return outputs
 
 
+def _table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The columns of a CSV file whose cells hold lines, their ends as one character."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        if missing := set(columns) - set(reader.fieldnames or ()):
+            raise DataError(f"{path.name}, row 1, field {min(missing)}: missing; delete the file and run this again")
+        for row in reader:
+            yield tuple(row[column].replace("\r\n", "\n") for column in columns)
+
+
+def _csv(rows: Sequence[tuple[str, ...]], columns: tuple[str, ...]) -> bytes:
+    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n").encode()
+
+
+def convert_aci_bench(downloads: dict[str, Path]) -> dict[str, bytes]:
+    """Every split's visit notes, without the dialogues that they were written from."""
+    splits = zip(("train", "valid", "test1", "test2", "test3"), downloads.values(), strict=True)
+    rows = [(i, split, note) for split, path in splits for i, note in _table(path, ("encounter_id", "note"))]
+    return {"real_notes/aci_bench_notes.csv.gz": _csv(rows, ("encounter_id", "split", "note"))}
+
+
+def convert_mts_dialog(downloads: dict[str, Path]) -> dict[str, bytes]:
+    """Every split's sections, without their dialogues; an id is unique with its split's name before it."""
+    splits = zip(("train", "validation", "test1", "test2"), downloads.values(), strict=True)
+    columns = ("ID", "section_header", "section_text")
+    rows = [(f"{split}-{i}", *rest) for split, path in splits for i, *rest in _table(path, columns)]
+    return {"real_notes/mts_dialog_sections.csv.gz": _csv(rows, ("id", *columns[1:]))}
+
+
 _MEDQUAD = "7e94c7b336f1f8e010c03091df691c8bea014399"
 _CDV = "9b75fd472fb06d707924d840f8714d6e1ed9bd76"
 _NCBI = "https://www.ncbi.nlm.nih.gov/CBBresearch/Dogan/DISEASE"
@@ -255,6 +287,21 @@ _NCBI_SUMS = {  # of the archive, of the text in it
         "b978442f39c739deb6619c70e7b07327d9eb1b71aff64996c02a592435583f46",
         "61c8050bf6979ef7b943ec1158dfc03b651ea3367d4c37356f9de4841e85c9a3",
     ),
+}
+_ACI = "https://raw.githubusercontent.com/wyim/aci-bench/b909b2bb9cf1d19de08df15cddde7bd0179665e4/data/challenge_data"
+_ACI_SUMS = {
+    "train.csv": "6c778d4ac5e6cc6f1964786f9286e8d765c210f22ed6b57f83aff8497409cea4",
+    "valid.csv": "6629e89e3fb409d2b3eceab60dc7b32fe1d3fb8d4e07795039284965522aa4d0",
+    "clinicalnlp_taskB_test1.csv": "5cc4008e68545f84913744a8e493a58bdf17ba7e1b7a0be46d6943d6bfca9471",
+    "clinicalnlp_taskC_test2.csv": "599e3330a14e25a0e056aee1365ffac7ebe50058f15821eae42a5513c2bb5a4f",
+    "clef_taskC_test3.csv": "d3c18362a42124ea2bd1b2b4b66ba76a11bb123dfdb416471ae3b5924d1428ec",
+}
+_MTS = "https://raw.githubusercontent.com/abachaa/MTS-Dialog/3ff0801933608d6f570468c13125125fb5cabdea/Main-Dataset"
+_MTS_SUMS = {
+    "MTS-Dialog-TrainingSet.csv": "65a28681dd59fc159681ea026e44610f2af7bc64a0e7f892d763eb03d9f503dc",
+    "MTS-Dialog-ValidationSet.csv": "227206520c4534381c0d7fba6d3f09319a9af5a6d9603a93c0341af1198e3958",
+    "MTS-Dialog-TestSet-1-MEDIQA-Chat-2023.csv": "b4d38dd2c99b2e9860099abcf653f1e0f3e9b69f9fcc45be2a2699b37a4d2f37",
+    "MTS-Dialog-TestSet-2-MEDIQA-Sum-2023.csv": "226644466ed3af82382b327a3e684aab70aa605b96cfd93b04f584f1826ab1a6",
 }
 SOURCES = {
     "medquad": Source(
@@ -293,6 +340,23 @@ SOURCES = {
         tuple(RemoteFile(f"{name}.zip", f"{_NCBI}/{name}.zip", archive) for name, (archive, _) in _NCBI_SUMS.items()),
         {f"ncbi_disease/{name}.txt.gz": text for name, (_, text) in _NCBI_SUMS.items()},
         convert_ncbi,
+    ),
+    "aci_bench": Source(
+        "ACI-Bench's visit notes",
+        "CC BY 4.0.",
+        "Yim et al., 2023. Aci-bench: a novel ambient clinical intelligence dataset for benchmarking automatic visit "
+        "note generation. Scientific Data 10:586.",
+        tuple(RemoteFile(f"aci-{name}", f"{_ACI}/{name}", known) for name, known in _ACI_SUMS.items()),
+        {"real_notes/aci_bench_notes.csv.gz": "71e387a8b186ca676496e2cefe1355df2f057704f36374df4151d5e860cc15da"},
+        convert_aci_bench,
+    ),
+    "mts_dialog": Source(
+        "MTS-Dialog's note sections",
+        "CC BY 4.0.",
+        "Ben Abacha et al., 2023. An empirical study of clinical note generation from doctor-patient encounters. EACL.",
+        tuple(RemoteFile(name, f"{_MTS}/{name}", known) for name, known in _MTS_SUMS.items()),
+        {"real_notes/mts_dialog_sections.csv.gz": "7a13358c4e60cf32ea6091fc04838dcbf0b1d087acebab981504422de6c23d67"},
+        convert_mts_dialog,
     ),
 }
 

@@ -5,11 +5,15 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from drehr_utils.data import public_data
@@ -215,6 +219,34 @@ def test_bad_archives_name_the_file(server, tmp_path, name, content, message):
     with pytest.raises(DataError, match=message):
         fetch(SOURCES["iu_xray" if name.endswith("tgz") else "medquad"], tmp_path, server.url, progress=False)
     assert not list(tmp_path.rglob("*.gz"))
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [("aci_bench", ["train", "valid", "test1", "test2", "test3"]),
+     ("mts_dialog", ["train", "validation", "test1", "test2"])],
+)  # fmt: skip
+def test_real_notes_become_the_content_that_the_project_was_developed_with(server, tmp_path, name, files):
+    """The hosts' files put together again from ours, with their other columns and Windows line ends."""
+    source = SOURCES[name]
+    (output,) = source.outputs
+    at = Path(os.environ.get(public_data.DATA_VARIABLE, public_data.FOLDER)) / output
+    if not at.exists():
+        pytest.skip(f"{output} isn't at hand (DREHR_PUBLIC_DATA)")
+    ours = pd.read_csv(at, dtype=str, keep_default_na=False)
+    remotes = []
+    for remote_file, split in zip(source.files, files, strict=True):
+        if name == "aci_bench":
+            part = ours[ours["split"] == split].assign(dataset="virtassist", dialogue="[doctor] hi , how are you ?")
+            part = part[["dataset", "encounter_id", "dialogue", "note"]]
+        else:
+            part = ours[ours["id"].str.startswith(f"{split}-")]
+            part = part.assign(ID=part["id"].str.partition("-")[2], dialogue="Doctor: hi")
+            part = part[["ID", "section_header", "section_text", "dialogue"]]
+        content = part.to_csv(index=False, lineterminator="\n").replace("\n", "\r\n").encode()
+        remotes.append(remote(server, remote_file.name, content))
+    states = fetch(replace(source, files=tuple(remotes)), tmp_path, progress=False)
+    assert states == {output: "ok"}
 
 
 def test_states_and_command_line(server, tmp_path, capsys, monkeypatch):
