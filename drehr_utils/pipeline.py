@@ -77,13 +77,19 @@ def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
         train = [note.note_id for note in read if splits[note.note_id] == "train"]
         left_out = set(train[profile.max_train_notes :])
         read = [note for note in read if note.note_id not in left_out]
+    if profile.real_notes:
+        real = notes_module.read_real_notes("aci_bench")
+        read, splits = read + real, splits | {note.note_id: "train" for note in real}
     return read, report, splits
 
 
-def chunks(profile: Profile, split: str = "train") -> list[Chunk]:
-    """A split's chunks, in the notes' order."""
+def chunks(profile: Profile, split: str = "train", stage: str = "") -> list[Chunk]:
+    """A split's chunks, in the notes' order; with a stage's name, what this stage trains on."""
     read, _, splits = notes(profile)
-    return [chunk for note in read if splits[note.note_id] == split for chunk in notes_module.chunk_note(note)]
+    chosen = [note for note in read if splits[note.note_id] == split]
+    if profile.real_notes and stage == "stage1":  # no language model was asked about them
+        chosen += notes_module.read_real_notes("mts_dialog")
+    return [chunk for note in chosen for chunk in notes_module.chunk_note(note)]
 
 
 # --- notebook 02 -------------------------------------------------------------------------------------------------
@@ -181,7 +187,7 @@ def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Positive
                     "`unanswered`"
                 )
             return positives.stage1_positives(
-                chunks(profile), knowledge_graph(profile), matcher(profile), pairs, profile.seed
+                chunks(profile, stage=stage), knowledge_graph(profile), matcher(profile), pairs, profile.seed
             )
         return positives.stage2_positives(chunks(profile), generated_entities(profile, given)[0], profile.unanswered)
 
@@ -189,6 +195,7 @@ def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Positive
     key = artifacts.digest(
         code, graph, profile.notes, profile.max_train_notes, profile.seed, given.digest(),
         profile.unanswered if given.failed else None,
+        [chunk.text for chunk in chunks(profile, stage=stage)] if profile.real_notes else None,
     )  # fmt: skip
     path = profile.cache / f"positives/{stage}-{key}.npz"
     return key, lambda: artifacts.cached_file(path, make, PositiveSets.save, PositiveSets.load)
@@ -268,6 +275,7 @@ def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
 
 def _train(
     profile: Profile,
+    stage: str,
     positive_sets: Callable[[], PositiveSets],
     config: StageConfig,
     start: Path | SentenceTransformer,
@@ -285,7 +293,7 @@ def _train(
         sets = positive_sets()
         view = graph_view(profile) if config.uses_graph else None
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
-        data = TrainingSet.build(chunks(profile), sets, config.sources, view, others)
+        data = TrainingSet.build(chunks(profile, stage=stage), sets, config.sources, view, others)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
         begun = time.time()
         loss = trainer.train_stage(
@@ -328,7 +336,7 @@ def train_recipe(
             made_of, sets = _positives(profile, stage)
             key = artifacts.digest(key, stage, config, made_of, graph)
             start = folder or _untrained(profile, recipe)
-            folder = _train(profile, sets, config, start, models / f"{stage}-{key}", callbacks)
+            folder = _train(profile, stage, sets, config, start, models / f"{stage}-{key}", callbacks)
             curves[stage] = curve(folder)
     if folder is None:
         folder = artifacts.cached_folder(

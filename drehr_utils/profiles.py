@@ -48,6 +48,7 @@ class Profile:
     benchmark: Path = ROOT / "data/open_cliniq"  # BEIR layout, folders dev/ and test/
     open_kg: Path = ROOT / "data/open_kg/concepts.tsv.gz"
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
+    real_notes: bool = False  # ACI-Bench's notes train beside these, and in stage I MTS-Dialog's sections (public_data)
     recorded_answers: tuple[Path, ...] = (ROOT / "data/llm_answers/train.jsonl.gz",)
     unanswered: float = 0.0  # share of a language model's answers that may be missing; its chunks are then left out
     encoder: str = MINILM

@@ -22,7 +22,7 @@ from drehr_utils.training import general_texts
 def keys(tmp_path, monkeypatch):
     """A function that gives the folders of a profile's trained stages without training them."""
 
-    def train(profile, sets, config, start, folder, callbacks):
+    def train(profile, stage, sets, config, start, folder, callbacks):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "loss.csv").write_text("step,loss\n")
         return folder

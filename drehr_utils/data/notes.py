@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pandas as pd
 
+from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8, iter_rows, short_name
+from drehr_utils.files import is_utf8, iter_rows, read_text_lines, short_name
+from drehr_utils.profiles import ROOT
 
 CHUNK_WORDS = 100
 OVERLAP_WORDS = 10
 
 NOTE_COLUMNS = ("note_id", "subject_id", "hadm_id", "text")
+_REAL_COLUMNS = {"aci_bench": ("encounter_id", "note"), "mts_dialog": ("id", "section_text")}
 MIMIC3_NOTE_COLUMNS = ("row_id", "subject_id", "hadm_id", "category", "text")
 
 
@@ -124,6 +127,16 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
 _MASK = re.compile(r"\[\*\*.*?\*\*\]", re.DOTALL)
 _UNDERSCORES = re.compile(r"_{2,}")
 _REPEATED_PUNCTUATION = re.compile(r"([^\w\s])\1+")
+
+
+def read_real_notes(name: str, folder: Path | None = None) -> list[Note]:
+    """The notes of `aci_bench`, or the sections of `mts_dialog` but for those that share text with an evaluation set
+    kept aside (data/mts_dialog_overlap.txt); see public_data. Raises DataError where they aren't at hand."""
+    (output,) = public_data.SOURCES[name].outputs
+    table = read_table(public_data.locate(name, folder, missing_ok=False) / output, _REAL_COLUMNS[name])
+    overlap = {tuple(line.split("\t")) for _, line in read_text_lines(ROOT / "data/mts_dialog_overlap.txt")}
+    rows = table[list(_REAL_COLUMNS[name])].itertuples(index=False)
+    return [Note(i, i, i, text) for i, text in rows if (name, i) not in overlap]
 
 
 def clean(text: str) -> str:

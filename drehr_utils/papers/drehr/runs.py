@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, metrics
@@ -38,6 +39,7 @@ from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training import encoders, trainer
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
+REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
 SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
 KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores.csv.gz
@@ -59,7 +61,27 @@ def table4(profile: Profile) -> dict[str, Recipe]:
         SHORTER: replace(profile.published, stage1=None),
         EQUATIONS: by_equations(profile.published),
         IMPROVED: profile.improved,
+        REAL[PUBLISHED]: _as_long(profile, profile.published),
+        REAL[IMPROVED]: _as_long(profile, profile.improved),
     }
+
+
+def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
+    """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
+
+    def stage(config: StageConfig | None) -> StageConfig | None:
+        steps = config and round(len(pipeline.chunks(profile)) // config.batch_size * config.epochs)
+        return config and replace(config, max_steps=config.max_steps or steps)
+
+    return replace(recipe, stage1=stage(recipe.stage1), stage2=stage(recipe.stage2))
+
+
+def with_texts_of(profile: Profile, row: str) -> Profile:
+    """The profile, with real notes and their recorded answers where the row trains on them."""
+    if row not in REAL.values():
+        return profile
+    answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
+    return replace(profile, real_notes=True, recorded_answers=answers)
 
 
 def rows(profile: Profile) -> dict[str, Recipe]:
@@ -106,7 +128,8 @@ def train(profile: Profile, row: str, seed: int = 0) -> tuple[Path, dict[str, pd
     """The row's model folder, trained where it isn't there, and its curves, as pipeline.train_recipe;
     `data/cache/<profile>/models/<slug>` is a link to it."""
     curve = trainer.Curve(CURVE_STEPS, lambda encoder: dev_means(profile, encoder))
-    model, curves = pipeline.train_recipe(profile, ablations.with_seed(rows(profile)[row], seed), [curve])
+    recipe = ablations.with_seed(rows(profile)[row], seed)
+    model, curves = pipeline.train_recipe(with_texts_of(profile, row), recipe, [curve])
     pipeline.link(profile.cache / "models" / slug(row, seed), model)
     return model, curves
 
@@ -132,7 +155,7 @@ def data_digest(profile: Profile, recipe: Recipe) -> str:
     """Of what a recipe is trained on and started from, whatever code made it."""
     sets = [pipeline.stage1_sets(profile)] if recipe.stage1 else []
     sets += [pipeline.stage2_sets(profile)] if recipe.stage2 else []
-    texts = [chunk.text for chunk in pipeline.chunks(profile)]
+    texts = [chunk.text for chunk in pipeline.chunks(profile, stage="stage1" if recipe.stage1 else "")]
     return artifacts.digest(texts, [vars(part) for part in sets], pipeline.start_digest(profile))
 
 
@@ -158,7 +181,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "machine": f"{platform.machine()}, {encoders.describe_device()}",
         "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
         "recipe": artifacts.digest(recipe),
-        "data": data_digest(profile, recipe),
+        "data": data_digest(with_texts_of(profile, row), recipe),
         "settings": {stage: asdict(config) for stage, config in stages.items()},
         "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
         "dev": {
@@ -258,6 +281,7 @@ def stale(profile: Profile) -> list[str]:
     """What is no longer so in each record that isn't as the code, the recipes and the data are now."""
     known, found = rows(profile), []
     for about in abouts(profile):
+        of_row = with_texts_of(profile, about["row"])
         name = slug(about["row"], about["seed"])
         if about["row"] not in known:
             found.append(f"{name}: there is no such row now")
@@ -265,9 +289,9 @@ def stale(profile: Profile) -> list[str]:
         recipe = ablations.with_seed(known[about["row"]], about["seed"])
         if artifacts.digest(recipe) != about["recipe"]:
             found.append(f"{name}: another recipe")
-        elif data_digest(profile, recipe) != about["data"]:
+        elif data_digest(of_row, recipe) != about["data"]:
             found.append(f"{name}: other notes, positives or starting weights")
-        elif not np.allclose(losses := first_losses(profile, recipe), about["first losses"], rtol=0.01):
+        elif not np.allclose(losses := first_losses(of_row, recipe), about["first losses"], rtol=0.01):
             found.append(f"{name}: the first losses are {losses}, the record's {about['first losses']}")
     return found
 
@@ -294,7 +318,8 @@ def main(arguments: list[str] | None = None) -> None:
             bench = pipeline.benchmark(profile, split)
             for name, scores in pipeline.untrained_scores(profile, bench).items():
                 write_runs(profile, name, bench, scores, split)
-    for row in options.only or known:
+    have_real = all(public_data.locate(name) for name in ("aci_bench", "mts_dialog"))
+    for row in options.only or [row for row in known if have_real or row not in REAL.values()]:
         for seed in options.seeds:
             if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():
                 given = taken(options.models, profile, row, seed) if options.models else train(profile, row, seed)
