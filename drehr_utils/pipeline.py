@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -283,7 +284,7 @@ def _train(
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """One trained stage's folder, made when it isn't there: the model, its loss curve in loss.csv, what a trainer.Curve
-    among the callbacks measured, and in stage.json what it is made of and the minutes since its last start."""
+    among the callbacks measured, and in stage.json what it is made of, where, and the minutes since its last start."""
     work = profile.cache / "checkpoints" / folder.name
 
     def make(partial: Path) -> None:
@@ -305,6 +306,7 @@ def _train(
         loss.to_csv(partial / "loss.csv", index=False)
         made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
         made_of["minutes"] = round((time.time() - begun) / 60, 1)
+        made_of["machine"] = f"{platform.machine()}, {encoders.describe_device()}"
         (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
 
     artifacts.cached_folder(folder, make)

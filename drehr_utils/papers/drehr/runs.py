@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import platform
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -171,25 +170,30 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
             write_runs(profile, row, bench, scores, split)
     add_scores(profile, name, found)
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
+    made = [json.loads((stage / "stage.json").read_text()) for stage in _stages(model)]
     about = {
         "row": row,
         "seed": seed,
         "steps": {stage: len(curves[stage]) for stage in stages},
         "chunks": pipeline.budget(recipe, curves),
-        "minutes": round(sum(json.loads((part / "stage.json").read_text())["minutes"] for part in _stages(model)), 1),
+        "minutes": round(sum(stage["minutes"] for stage in made), 1),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {encoders.describe_device()}",
+        "machine": made[0]["machine"],
         "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
         "recipe": artifacts.digest(recipe),
         "data": data_digest(with_texts_of(profile, row), recipe),
         "settings": {stage: asdict(config) for stage, config in stages.items()},
         "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
-        "dev": {
-            stage: curves[stage].dropna().drop(columns=["loss", "learning_rate"]).to_dict("list") for stage in stages
-        },
+        "dev": {stage: _measured(curves[stage]) for stage in stages},
+        "guard": transfer_scores(encoders.load_encoder(model)) if candidate else {},
     }
     files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
     print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
+
+
+def _measured(curve: pd.DataFrame) -> dict[str, list[float]]:
+    points = curve.drop(columns=["loss", "learning_rate"]).dropna()
+    return points.to_dict("list") if len(points.columns) > 1 else {}
 
 
 def _stages(model: Path) -> Iterator[Path]:
@@ -204,8 +208,8 @@ def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> N
     long = pd.concat(found, names=["split", None]).reset_index("split")
     column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
     path = folder(profile) / "scores.csv.gz"
-    table = pd.read_csv(path, index_col=KEYS) if path.exists() else pd.DataFrame(index=column.index)
-    files.write_atomically(path, table.assign(**{name: column}).to_csv().encode())
+    table = pd.read_csv(path, index_col=KEYS).drop(columns=name, errors="ignore") if path.exists() else None
+    files.write_atomically(path, pd.concat([table, column], axis=1).to_csv().encode())
 
 
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
@@ -258,7 +262,7 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
         return None
     kinds, keys = pipeline.benchmark(profile, split).query_types, [key for key in KEYS[1:] if key != "metric"]
     table = pd.read_csv(folder(profile) / "scores.csv.gz", index_col=KEYS).loc[split, [slug(row, n) for n in seeds]]
-    wide = table.set_axis(seeds, axis=1).rename_axis("seed", axis=1).stack().rename("value").reset_index()
+    wide = table.set_axis(seeds, axis=1).rename_axis("seed", axis=1).stack().dropna().rename("value").reset_index()
     average = wide.groupby([*keys, "seed"], sort=False, as_index=False)["value"].mean()
     values = pd.concat([wide, average.assign(metric=metrics.AVERAGE)], ignore_index=True)
     asked = values["search_id"].str.partition("@")  # <query>@<note>, or the query

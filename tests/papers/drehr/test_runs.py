@@ -43,6 +43,17 @@ def smoke(monkeypatch, tmp_path):
     return load_profile("smoke")
 
 
+def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):
+    index = {"setting": "single", "match_type": "all", "search_id": ["q@a", "q@b"], "metric": "MAP"}
+    dev, test = (pd.DataFrame(index | {"value": [a, b]}) for a, b in ((1.0, 2.0), (3.0, 4.0)))
+    runs.add_scores(smoke, "candidate", {"dev": dev})
+    runs.add_scores(smoke, "row", {"dev": dev, "test": test})
+    runs.add_scores(smoke, "candidate", {"dev": dev.assign(value=9.0)})
+    table = pd.read_csv(runs.folder(smoke) / "scores.csv.gz", index_col=runs.KEYS)
+    assert table.loc["test", "row"].tolist() == [3, 4] and table.loc["dev", "row"].tolist() == [1, 2]
+    assert table.loc["dev", "candidate"].tolist() == [9, 9] and table.loc["test", "candidate"].isna().all()
+
+
 def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
     bench = pipeline.benchmark(smoke, "dev")
     rng = np.random.default_rng(0)
