@@ -143,7 +143,11 @@ def taken(models: Path, profile: Profile, row: str, seed: int) -> tuple[Path, di
     recipe = ablations.with_seed(rows(profile)[row], seed)
     made = [json.loads((stage / "stage.json").read_text())["config"] for stage in _stages(model)]
     asked = [json.loads(json.dumps(asdict(config))) for config in (recipe.stage2, recipe.stage1) if config]
-    if [asdict(StageConfig()) | config for config in made] != asked:
+    # What was added to StageConfig since must be at its default, and so must what has left it: all such are falsy.
+    made = [
+        asdict(StageConfig()) | {k: v for k, v in config.items() if v or hasattr(StageConfig, k)} for config in made
+    ]
+    if made != asked:
         raise DataError(f"{models.name}/{model.name}: a model of another recipe than {row}'s; train it again")
     for stage, at in zip(("stage2", "stage1"), _stages(model), strict=False):
         curves = {stage: pipeline.curve(at)} | curves
@@ -191,6 +195,10 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
 
 
+def _have_real_notes() -> bool:
+    return all([public_data.locate(name) for name in ("aci_bench", "mts_dialog")])
+
+
 def _measured(curve: pd.DataFrame) -> dict[str, list[float]]:
     points = curve.drop(columns=["loss", "learning_rate"]).dropna()
     return points.to_dict("list") if len(points.columns) > 1 else {}
@@ -215,14 +223,14 @@ def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> N
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
     """A system's TREC run files of a split, the first 100 chunks of each search: all of a note's.
 
-    Scores are float32, as trec_eval reads them; equal ones are told apart in the last digit, in our order."""
+    Scores have five decimals; those that are equal then are told apart by the last of them, in our order."""
     for setting in SETTINGS:
         lines = []
         for found in metrics.rankings(bench, scores, setting):
-            last = np.float32(np.inf)
+            last = np.inf
             for place, (chunk_id, score) in enumerate(zip(found.chunk_ids[:DEPTH], found.scores, strict=False), 1):
-                last = min(np.float32(score), np.nextafter(last, np.float32(-np.inf)))
-                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last} {slug(row)}\n")
+                last = min(round(float(score), 5), last - 1e-5)
+                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last:.5f} {slug(row)}\n")
         path = folder(profile) / f"{slug(row)}.{split}.{setting}.run.gz"
         files.write_atomically(path, "".join(lines).encode())
 
@@ -322,8 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
             bench = pipeline.benchmark(profile, split)
             for name, scores in pipeline.untrained_scores(profile, bench).items():
                 write_runs(profile, name, bench, scores, split)
-    have_real = all(public_data.locate(name) for name in ("aci_bench", "mts_dialog"))
-    for row in options.only or [row for row in known if have_real or row not in REAL.values()]:
+    for row in options.only or [row for row in known if row not in REAL.values() or _have_real_notes()]:
         for seed in options.seeds:
             if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():
                 given = taken(options.models, profile, row, seed) if options.models else train(profile, row, seed)
