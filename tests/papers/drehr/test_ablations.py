@@ -133,8 +133,9 @@ def test_gains_carry_a_paired_interval():
 def test_the_improved_recipe_meets_its_targets_by_match_type():
     """On the committed Table 5: above the start on every type, 15 points on abbreviation, 95 on string match."""
     table = tables.read_table("drehr_table5").pivot(index="system", columns="group", values="ours")
-    gain = table.loc[pipeline.IMPROVED] - table.loc[pipeline.START]
-    assert (gain > 0).all() and gain["abbreviation"] >= 15 and table.loc[pipeline.IMPROVED, "string"] >= 95
+    improved = table.loc[pipeline.row_name(load_profile("open"), pipeline.IMPROVED)]
+    gain = improved - table.loc[pipeline.START]
+    assert (gain > 0).all() and gain["abbreviation"] >= 15 and improved["string"] >= 95
 
 
 @pytest.mark.parametrize("per_anchor", [False, True])
