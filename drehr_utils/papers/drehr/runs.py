@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.check:
         out_of_date = stale(profile)
         print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
-        raise SystemExit(bool(out_of_date))
+        raise SystemExit(int(bool(out_of_date)))
     if not options.only:
         for split in SPLITS:
             bench = pipeline.benchmark(profile, split)
