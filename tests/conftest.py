@@ -5,3 +5,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "agg"
+if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of one thread each do more than one of two
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, or one of them would run alone at the end."""
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)

@@ -2,8 +2,7 @@
 
 MedQuAD with the CDV annotations (notebooks 08, 13), IU X-ray (14), NCBI Disease (12) and two collections of real notes
 to train on (ACI-Bench, MTS-Dialog) are downloaded from their own hosts, checked, and written in the layout that the
-notebooks read from $DREHR_PUBLIC_DATA. A download that was cut off goes on where it stopped, and a file appears under
-its name only when it is whole.
+notebooks read from $DREHR_PUBLIC_DATA. A file appears under its name only when it is whole.
 
 What is checked, and how far:
 - `Source.outputs` holds SHA-256 sums of the uncompressed files that this project was developed with. One that differs
@@ -12,36 +11,32 @@ What is checked, and how far:
 - ACI-Bench and MTS-Dialog are pinned to a commit, each file to its sum.
 - The sums of NCBI's three archives are those that a public library (nlstruct) lists for them; we could not compare them
   with the live ones. A file that doesn't have its sum is refused and deleted.
-- GitHub's and Open-i's archives have no published sum. The first sum seen is kept in `<folder>/downloads/SHA256SUMS`,
-  and a later download that differs from it is refused. MedQuAD and CDV are pinned to a commit, so what is in the
+- GitHub's and Open-i's archives have no published sum. MedQuAD and CDV are pinned to a commit, so what is in the
   archives cannot change under us.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
 import hashlib
-import http.client
-import json
-import math
 import os
-import re
 import sys
-import tarfile
-import urllib.error
-import urllib.request
-import xml.etree.ElementTree as ET
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-from tqdm.auto import tqdm
+import pooch
+import requests
 
+from drehr_utils.data.public_conversions import (
+    convert_aci_bench,
+    convert_iu_xray,
+    convert_medquad,
+    convert_mts_dialog,
+    convert_ncbi,
+)
 from drehr_utils.errors import DataError
 from drehr_utils.files import write_atomically
 from drehr_utils.profiles import ROOT
@@ -49,7 +44,6 @@ from drehr_utils.profiles import ROOT
 DATA_VARIABLE = "DREHR_PUBLIC_DATA"
 FOLDER = ROOT / "data/public"  # git-ignored; read where the variable is not set
 TIMEOUT = 60  # seconds without a byte
-IU_COLUMNS = ("uid", "MeSH", "Problems", "image", "indication", "comparison", "findings", "impression")
 
 
 @dataclass(frozen=True)
@@ -71,204 +65,21 @@ class Source:
     convert: Callable[[dict[str, Path]], dict[str, bytes]]  # downloads by name -> uncompressed content by output
 
 
-# --- download ----------------------------------------------------------------------------------------------------
-
-
 def download(remote: RemoteFile, folder: Path, mirror: str | None = None, progress: bool = True) -> Path:
-    """The file in `folder`, fetched if it isn't there, its sum checked either way.
-
-    `<name>.part` holds what came so far and is gone on with; a server that doesn't give a range starts it over. Raises
-    DataError where the host can't be reached, the connection ends early, or the sum is another one."""
-    target, part, sums = folder / remote.name, folder / f"{remote.name}.part", folder / "SHA256SUMS"
-    folder.mkdir(parents=True, exist_ok=True)
-    fetched = target if target.exists() else part
-    if fetched == part:
-        _fetch(f"{mirror.rstrip('/')}/{remote.name}" if mirror else remote.url, part, progress)
-    lines = sums.read_text(encoding="utf-8").splitlines() if sums.exists() else []
-    known = {name: value for value, _, name in (line.partition("  ") for line in lines)}
-    with fetched.open("rb") as file:
-        seen = hashlib.file_digest(file, "sha256").hexdigest()
-    if seen != (expected := remote.sha256 or known.get(remote.name) or seen):
-        fetched.unlink()
+    """The file in `folder`, fetched if it isn't there whole. Raises DataError where it can't be, or has another sum."""
+    url = f"{mirror.rstrip('/')}/{remote.name}" if mirror else remote.url
+    downloader = pooch.HTTPDownloader(progressbar=progress, timeout=TIMEOUT)
+    try:
+        return Path(pooch.retrieve(url, remote.sha256, remote.name, folder, downloader=downloader))
+    except requests.RequestException as error:
         raise DataError(
-            f"{remote.name}: its SHA-256 is {seen}, not {expected}, so it was deleted; run this again, and if it stays "
-            "so, the host has another file: compare it by hand before you trust it"
-        )
-    if fetched == part:
-        os.replace(part, target)
-        rows = sorted((known | {remote.name: seen}).items())
-        write_atomically(sums, "".join(f"{value}  {name}\n" for name, value in rows).encode())
-    return target
-
-
-def _fetch(url: str, part: Path, progress: bool) -> None:
-    have, total = part.stat().st_size if part.exists() else 0, None
-    headers = {"User-Agent": "drehr-utils"} | ({"Range": f"bytes={have}-"} if have else {})
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
-            if not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                have = 0
-            if length := answer.headers.get("Content-Length"):
-                total = have + int(length)
-            with (
-                part.open("ab" if have else "wb") as file,
-                tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=not progress) as bar,
-            ):
-                while block := answer.read(1 << 16):
-                    file.write(block)
-                    bar.update(len(block))
-    except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # the part is as long as the file, or longer: another file than before
-            part.unlink()
-            return _fetch(url, part, progress)
-        raise DataError(f"{url}: the server says {error.code} {error.reason}; {_BY_HAND}") from None
-    except http.client.IncompleteRead:
-        total = math.inf
-    except OSError as error:  # URLError (no such host, refused), time-outs, resets
-        raise DataError(f"{url}: cannot be reached ({getattr(error, 'reason', error)}); {_BY_HAND}") from None
-    if total is not None and (got := part.stat().st_size) < total:
-        of = f" of {total:,}" if total < math.inf else ""
-        raise DataError(f"{url}: the connection ended after {got:,}{of} bytes; run this again to go on")
-
-
-_BY_HAND = (
-    "run this again when it can be, or run it on a machine with a network, copy its folder here and set "
-    f"{DATA_VARIABLE} to the copy; --mirror takes another address"
-)
-
-
-# --- conversion --------------------------------------------------------------------------------------------------
-
-
-def _xml_members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the XML files in a zip or tar archive."""
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                yield from ((name, archive.read(name)) for name in archive.namelist() if name.endswith(".xml"))
-        else:
-            with tarfile.open(path) as archive:
-                members = (m for m in archive if m.isfile() and m.name.endswith(".xml"))
-                yield from ((m.name, archive.extractfile(m).read()) for m in members)
-    except (tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path.name}: not an archive ({error}); delete it and run this again") from None
-
-
-def _parse(name: str, content: bytes) -> ET.Element:
-    try:
-        return ET.fromstring(content)
-    except ET.ParseError as error:
-        raise DataError(f"{name}, row {error.position[0]}: not XML ({error}); delete the archive, run again") from None
-
-
-def _json_lines(records: Sequence[dict]) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
-def convert_medquad(downloads: dict[str, Path]) -> dict[str, bytes]:
-    """MedQuAD's answers and CDV's annotations of its test split as BEIR-like records (see medquad.load_medquad).
-
-    A passage's text is the answer, stripped, whose `<source>_<qid>` is the annotation's id; annotations without an
-    answer are left out. Raises DataError where no answer is found at all."""
-    answers: dict[str, str] = {}
-    for name, content in _xml_members(downloads["MedQuAD.zip"]):
-        document = _parse(name, content)
-        for pair in document.iter("QAPair"):
-            question, text = pair.find("Question"), (pair.findtext("Answer") or "").strip()
-            if question is not None and text:
-                answers[f"{document.get('source')}_{question.get('qid')}"] = text
-    annotations = downloads["MedQuAD_test_annotations.json"]
-    try:
-        cdv = json.loads(annotations.read_bytes())
-        passages = [
-            {"id": a["id"], "doc_id": d["id"], "title": d["title"], "text": answers[a["id"]], "entity": a["entity"],
-             "entity_id": a.get("entityId"), "aspect": a.get("aspect")}
-            for d in cdv["documents"] for a in d["annotations"] if a["id"] in answers
-        ]  # fmt: skip
-        queries = []
-        for i, query in enumerate(cdv["queries"]):
-            (asked,) = query["annotations"]
-            queries.append({
-                "id": f"mq{i}", "text": query["text"], "entity": asked["entity"], "entity_id": asked.get("entityId"),
-                "aspect": asked["aspect"], "aspect_heading": asked["aspectHeading"],
-                "relevant": [result["id"] for result in query["results"]],
-            })  # fmt: skip
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{annotations.name}: not CDV's annotations ({error!r}); delete it and run this again"
+            f"{url}: cannot be fetched ({error}); run this again when it can be, or run it on a machine with a "
+            f"network, copy its folder here and set {DATA_VARIABLE} to the copy; --mirror takes another address"
         ) from None
-    if not passages:
-        raise DataError("MedQuAD.zip: no answer belongs to an annotation; delete it and run this again")
-    return {"medquad/queries.jsonl.gz": _json_lines(queries), "medquad/passages.jsonl.gz": _json_lines(passages)}
-
-
-def convert_iu_xray(downloads: dict[str, Path]) -> dict[str, bytes]:
-    """Open-i's XML reports as one CSV, by number: the coders' `major` headings as MeSH, what stands before their first
-    "/" as Problems, the first image's caption, and the four sections."""
-    rows = []
-    for name, content in _xml_members(downloads["NLMCXR_reports.tgz"]):
-        report = _parse(name, content)
-        identity = next((e.get("id", "") for e in report.iter("uId")), "") or Path(name).stem
-        number = re.search(r"\d+$", identity)
-        if number is None:
-            raise DataError(f"{name}, field uId: {identity!r} has no number; delete the archive and run this again")
-        sections = {e.get("Label", ""): _folded(e) for e in report.iter("AbstractText")}
-        headings = [_folded(e) for e in report.iter("major")]
-        rows.append({
-            "uid": number[0], "MeSH": ";".join(headings), "Problems": ";".join(h.split("/")[0] for h in headings),
-            "image": next((_folded(e) for e in report.iter("caption")), ""),
-            **{key: sections.get(key.upper(), "") for key in IU_COLUMNS[4:]},
-        })  # fmt: skip
-    if not rows:
-        raise DataError("NLMCXR_reports.tgz: no report in it; delete it and run this again")
-    table = pd.DataFrame(sorted(rows, key=lambda row: int(row["uid"])), columns=IU_COLUMNS)
-    return {"iu_xray/indiana_reports.csv.gz": table.to_csv(index=False, lineterminator="\n").encode()}
-
-
-def _folded(element: ET.Element) -> str:
-    return " ".join("".join(element.itertext()).split())
-
-
-def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
-    """The text file of each of NCBI Disease's archives."""
-    outputs = {}
-    for path in downloads.values():
-        name = path.with_suffix(".txt").name
-        with zipfile.ZipFile(path) as archive:
-            member = next((m for m in archive.namelist() if Path(m).name == name), None)
-            if member is None:
-                raise DataError(f"{path.name}: {name} isn't in it; delete it and run this again")
-            outputs[f"ncbi_disease/{name}.gz"] = archive.read(member)
-    return outputs
-
-
-def _table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The columns of a CSV file whose cells hold lines, their ends as one character."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        if missing := set(columns) - set(reader.fieldnames or ()):
-            raise DataError(f"{path.name}, row 1, field {min(missing)}: missing; delete the file and run this again")
-        for row in reader:
-            yield tuple(row[column].replace("\r\n", "\n") for column in columns)
-
-
-def _csv(rows: Sequence[tuple[str, ...]], columns: tuple[str, ...]) -> bytes:
-    return pd.DataFrame(rows, columns=columns).to_csv(index=False, lineterminator="\n").encode()
-
-
-def convert_aci_bench(downloads: dict[str, Path]) -> dict[str, bytes]:
-    """Every split's visit notes, without the dialogues that they were written from."""
-    splits = zip(("train", "valid", "test1", "test2", "test3"), downloads.values(), strict=True)
-    rows = [(i, split, note) for split, path in splits for i, note in _table(path, ("encounter_id", "note"))]
-    return {"real_notes/aci_bench_notes.csv.gz": _csv(rows, ("encounter_id", "split", "note"))}
-
-
-def convert_mts_dialog(downloads: dict[str, Path]) -> dict[str, bytes]:
-    """Every split's sections, without their dialogues; an id is unique with its split's name before it."""
-    splits = zip(("train", "validation", "test1", "test2"), downloads.values(), strict=True)
-    columns = ("ID", "section_header", "section_text")
-    rows = [(f"{split}-{i}", *rest) for split, path in splits for i, *rest in _table(path, columns)]
-    return {"real_notes/mts_dialog_sections.csv.gz": _csv(rows, ("id", *columns[1:]))}
+    except ValueError as error:  # another sum
+        raise DataError(
+            f"{remote.name}: {error} If it stays so, the host has another file: compare it by hand before you trust it"
+        ) from None
 
 
 _MEDQUAD = "7e94c7b336f1f8e010c03091df691c8bea014399"

@@ -8,6 +8,8 @@ masking and contrasting in both directions one-liners for the caller.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,51 +28,52 @@ def informative_negatives(S: Tensor, positives: Tensor, negatives: Tensor, epsil
     return negatives & (S > hardest_positive - epsilon)
 
 
+class Hyper(NamedTuple):
+    """Equation 3's: the weights alpha of the positives and beta of the negatives, the margin lambda; equations 1-2's
+    epsilon."""
+
+    alpha: float = ALPHA
+    beta: float = BETA
+    lam: float = LAMBDA
+    epsilon: float = EPSILON
+
+
+PAPER = Hyper()
+
+
+@torch.no_grad()  # mining chooses pairs; no gradient flows through the choice
+def _informative(S: Tensor, positives: Tensor, negatives: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return (
+        informative_positives(S, positives, negatives, epsilon),
+        informative_negatives(S, positives, negatives, epsilon),
+    )
+
+
 def _log1p_sum_exp(x: Tensor, mask: Tensor) -> Tensor:
     """log(1 + sum over mask of exp(x)) for each row, without overflow."""
     x = x.masked_fill(~mask, -torch.inf)
     return torch.logsumexp(torch.cat([torch.zeros_like(x[:, :1]), x], dim=1), dim=1)
 
 
-def multi_similarity_loss(
-    S: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    *,
-    alpha: float = ALPHA,
-    beta: float = BETA,
-    lam: float = LAMBDA,
-    epsilon: float = EPSILON,
-) -> Tensor:
+def multi_similarity_loss(S: Tensor, positives: Tensor, negatives: Tensor, hyper: Hyper = PAPER) -> Tensor:
     """Equation 3, averaged over the anchors: mining and both logarithms are per anchor. Scalar.
 
     An anchor without negatives (or without positives) has nothing to contrast and gives zero."""
-    with torch.no_grad():  # mining chooses pairs; no gradient flows through the choice
-        P = informative_positives(S, positives, negatives, epsilon)
-        N = informative_negatives(S, positives, negatives, epsilon)
+    alpha, beta, lam, epsilon = hyper
+    P, N = _informative(S, positives, negatives, epsilon)
     pull = _log1p_sum_exp(-alpha * (S - lam), P) / alpha
     push = _log1p_sum_exp(beta * (S - lam), N) / beta
     return (pull + push).mean()
 
 
-def batch_multi_similarity_loss(
-    S: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    *,
-    alpha: float = ALPHA,
-    beta: float = BETA,
-    lam: float = LAMBDA,
-    epsilon: float = EPSILON,
-) -> Tensor:
+def batch_multi_similarity_loss(S: Tensor, positives: Tensor, negatives: Tensor, hyper: Hyper = PAPER) -> Tensor:
     """Equation 3 as DR.EHR's public code computes it. Scalar.
 
     Mining is per anchor, as in equations 1 and 2, but it sets the similarities of the pairs that it leaves out to 0
     and keeps them in the sums, where each adds exp(αλ) or exp(-βλ); and there is one logarithm over all positive pairs
     of the batch, one over all negative ones. Their sum is divided by the number of anchors."""
-    with torch.no_grad():
-        P = informative_positives(S, positives, negatives, epsilon)
-        N = informative_negatives(S, positives, negatives, epsilon)
+    alpha, beta, lam, epsilon = hyper
+    P, N = _informative(S, positives, negatives, epsilon)
     pull = _log1p_sum_exp((-alpha * (S * P - lam)).reshape(1, -1), positives.reshape(1, -1)) / alpha
     push = _log1p_sum_exp((beta * (S * N - lam)).reshape(1, -1), negatives.reshape(1, -1)) / beta
     return (pull + push).squeeze() / len(S)

@@ -36,7 +36,7 @@ def contrastive_loss(
     Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
     over the batch's chunks; one logarithm a batch is divided by the number of chunks in both directions."""
     multi_similarity = losses.multi_similarity_loss if config.per_anchor else losses.batch_multi_similarity_loss
-    hyper = dict(alpha=config.alpha, beta=config.beta, lam=config.lam, epsilon=config.epsilon)
+    hyper = losses.Hyper(config.alpha, config.beta, config.lam, config.epsilon)
     left_out, hard = (torch.zeros_like(known) if mask is None else mask for mask in (left_out, hard))
     (n_chunks, n_drawn), flat, beside = columns.shape, columns.reshape(-1), hard.any(dim=0)
     own = torch.eye(n_chunks, dtype=torch.bool, device=S.device).repeat_interleave(n_drawn, dim=1)
@@ -44,13 +44,13 @@ def contrastive_loss(
     sampled = torch.cat([S[:, flat], S[:, beside]], dim=1)
     positives = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
     negatives = torch.cat([~own & ~spared[:, flat], hard[:, beside]], dim=1)
-    loss = multi_similarity(sampled, positives, negatives, **hyper)
+    loss = multi_similarity(sampled, positives, negatives, hyper)
     if config.both_ways:
         drawn = torch.zeros_like(known).scatter_(1, columns, True)
         positives = known if config.mask_false_negatives else drawn
         anchors = drawn.any(dim=0)  # a term that is only a hard negative has nothing to find
         terms = (S.T[anchors], positives.T[anchors], (~positives & ~left_out).T[anchors])
-        back = multi_similarity(*terms, **hyper)
+        back = multi_similarity(*terms, hyper)
         loss = (loss + (back if config.per_anchor else back * len(terms[0]) / n_chunks)) / 2
     return loss
 

@@ -11,6 +11,7 @@ from pytorch_metric_learning.miners import MultiSimilarityMiner
 
 from drehr_utils.config import StageConfig
 from drehr_utils.training.losses import (
+    Hyper,
     batch_multi_similarity_loss,
     informative_negatives,
     informative_positives,
@@ -43,7 +44,7 @@ def test_no_overflow_and_no_nan_gradient_where_a_side_is_empty():
     S = torch.tensor([[1.0, 1.0], [-1.0, 1.0]], requires_grad=True)
     P = torch.tensor([[True, True], [True, False]])
     N = torch.tensor([[False, False], [False, True]])
-    loss = multi_similarity_loss(S, P, N, beta=5000.0)
+    loss = multi_similarity_loss(S, P, N, Hyper(beta=5000.0))
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(S.grad).all()
 

@@ -145,7 +145,7 @@ def test_the_collapsed_loss_is_the_losss_own_at_equal_similarities(per_anchor):
         config = replace(config, per_anchor=per_anchor)
         own = torch.eye(config.batch_size, dtype=torch.bool).repeat_interleave(config.positives_per_chunk, dim=1)
         values = [
-            function(torch.full(own.shape, s, dtype=torch.float64), own, ~own, beta=config.beta)
+            function(torch.full(own.shape, s, dtype=torch.float64), own, ~own, losses.Hyper(beta=config.beta))
             for s in np.linspace(0, 0.7, 1401)
         ]
         assert ablations.collapsed_loss(config) == pytest.approx(min(values).item(), abs=1e-5)
