@@ -7,7 +7,8 @@
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
 column a training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
-A training that was cut off goes on from its last checkpoint. On two cores, two of them at once with one thread each
+A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
+another, and copy data/runs from there. On two cores, two of them at once with one thread each
 (OMP_NUM_THREADS=1) take two thirds of the time.
 """
 
@@ -30,7 +31,6 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
-from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, metrics
 from drehr_utils.papers.drehr import ablations, recipe_search
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
@@ -39,6 +39,7 @@ from drehr_utils.training import encoders, trainer
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
 REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
+UNTRAINED = "untrained"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
 SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
 KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores.csv.gz
@@ -133,27 +134,6 @@ def train(profile: Profile, row: str, seed: int = 0) -> tuple[Path, dict[str, pd
     return model, curves
 
 
-def taken(models: Path, profile: Profile, row: str, seed: int) -> tuple[Path, dict[str, pd.DataFrame]] | None:
-    """What `train` gives, from a folder of models that another checkout trained; None where the row isn't in it.
-
-    Raises DataError where the model there is of another recipe."""
-    model, curves = models / slug(row, seed), {}
-    if not model.exists():
-        return None
-    recipe = ablations.with_seed(rows(profile)[row], seed)
-    made = [json.loads((stage / "stage.json").read_text())["config"] for stage in _stages(model)]
-    asked = [json.loads(json.dumps(asdict(config))) for config in (recipe.stage2, recipe.stage1) if config]
-    # What was added to StageConfig since must be at its default, and so must what has left it: all such are falsy.
-    made = [
-        asdict(StageConfig()) | {k: v for k, v in config.items() if v or hasattr(StageConfig, k)} for config in made
-    ]
-    if made != asked:
-        raise DataError(f"{models.name}/{model.name}: a model of another recipe than {row}'s; train it again")
-    for stage, at in zip(("stage2", "stage1"), _stages(model), strict=False):
-        curves = {stage: pipeline.curve(at)} | curves
-    return model, curves
-
-
 def data_digest(profile: Profile, recipe: Recipe) -> str:
     """Of what a recipe is trained on and started from, whatever code made it."""
     sets = [pipeline.stage1_sets(profile)] if recipe.stage1 else []
@@ -235,6 +215,14 @@ def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Sco
         files.write_atomically(path, "".join(lines).encode())
 
 
+def write_untrained(profile: Profile) -> None:
+    """The run files of Table 4's rows that train nothing."""
+    for split in SPLITS:
+        bench = pipeline.benchmark(profile, split)
+        for name, scores in pipeline.untrained_scores(profile, bench).items():
+            write_runs(profile, name, bench, scores, split)
+
+
 def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
     """The losses of the recipe's first five steps, trained for it where there is no model yet."""
 
@@ -310,32 +298,28 @@ def stale(profile: Profile) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--only", nargs="+", metavar="ROW", help=f"or {UNTRAINED}, for their run files")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument("--models", type=Path, help="train nothing: take the models of this folder, named as ours are")
     parser.add_argument("--check", action="store_true", help="train nothing: say which records are out of date")
     parser.add_argument("--profile", default="full")
     options = parser.parse_args(arguments)
     profile = load_profile(options.profile)
     known = rows(profile)
-    if unknown := [row for row in options.only or () if row not in known]:
-        parser.error(f"no row {unknown[0]!r}; there are {', '.join(known)}")
+    if unknown := set(options.only or ()) - {UNTRAINED, *known}:
+        parser.error(f"no row {min(unknown)!r}; there are {UNTRAINED}, {', '.join(known)}")
     if options.check:
         out_of_date = stale(profile)
         print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
         raise SystemExit(int(bool(out_of_date)))
-    if not options.only:
-        for split in SPLITS:
-            bench = pipeline.benchmark(profile, split)
-            for name, scores in pipeline.untrained_scores(profile, bench).items():
-                write_runs(profile, name, bench, scores, split)
-    for row in options.only or [row for row in known if row not in REAL.values() or _have_real_notes()]:
-        for seed in options.seeds:
-            if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():
-                given = taken(options.models, profile, row, seed) if options.models else train(profile, row, seed)
-                if given:
-                    record(profile, row, seed, *given)
+    chosen = options.only or [UNTRAINED, *(row for row in known if row not in REAL.values() or _have_real_notes())]
+    for row in chosen:
+        if row == UNTRAINED:
+            write_untrained(profile)
+        else:
+            for seed in options.seeds:
+                if options.remake or not (folder(profile) / f"{slug(row, seed)}.json").exists():
+                    record(profile, row, seed, *train(profile, row, seed))
 
 
 if __name__ == "__main__":
