@@ -169,7 +169,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "settings": {stage: asdict(config) for stage, config in stages.items()},
         "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
         "dev": {stage: _measured(curves[stage]) for stage in stages},
-        "guard": transfer_scores(encoders.load_encoder(model)) if candidate else {},
+        "guard": transfer_scores(encoders.load_encoder(model)) if candidate or row in table4(profile) else {},
     }
     files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
     print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
