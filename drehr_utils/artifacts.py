@@ -18,7 +18,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -43,8 +43,8 @@ _loaded: dict[str, str] = {}  # module -> its source when it was loaded: a file 
 
 class _Remembering(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        _loaded[module.__name__] = _source(Path(self.path))
-        for known in (_tree, _bindings, _imports, _reachable):
+        _loaded[module.__name__] = Path(self.path).read_text(encoding="utf-8")
+        for known in (_tree, _bindings, _imported, _reachable):
             known.cache_clear()  # importlib.reload
         super().exec_module(module)
 
@@ -58,10 +58,6 @@ class _Finder(PathFinder):
         return spec
 
 
-def _source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
 def _file(module: str) -> Path:
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -71,33 +67,25 @@ def _file(module: str) -> Path:
 def _tree(module: str) -> ast.Module:
     """The module's syntax without docstrings; comments and layout aren't in a tree."""
     if module not in _loaded:  # imported inside a function that hasn't run yet
-        _loaded[module] = _source(_file(module))
+        _loaded[module] = _file(module).read_text(encoding="utf-8")
     tree = ast.parse(_loaded[module])
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
     return tree
 
 
-def _imported(node: ast.AST) -> set[str]:
-    """Modules of this package that an import statement names."""
-    names: set[str] = set()
-    if isinstance(node, ast.Import):
-        names = {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        names = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return {n for n in names - _NOT_CODE if n.startswith(f"{_NAME}.") and _file(n).exists()}
-
-
 @cache
-def _imports(module: str) -> frozenset[str]:
-    return frozenset(name for node in ast.walk(_tree(module)) for name in _imported(node))
+def _imported(tree: ast.AST) -> frozenset[str]:
+    """Modules of this package that import statements in a tree name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return frozenset(n for n in names - _NOT_CODE if n.startswith(f"{_NAME}.") and _file(n).exists())
 
 
 @cache
@@ -105,7 +93,7 @@ def _reachable(module: str) -> frozenset[str]:
     """The module and all that it imports, directly or not."""
     found, left = {module}, [module]
     while left:
-        new = _imports(left.pop()) - found
+        new = _imported(_tree(left.pop())) - found
         found |= new
         left += new
     return frozenset(found)
@@ -127,34 +115,34 @@ def _bindings(module: str) -> dict[str, list[ast.stmt]]:
     return found
 
 
+def _trees(modules: Iterable[str]) -> dict[str, str]:
+    return {module: _sha256(ast.dump(_tree(module))) for module in modules}
+
+
 def _code(part: Any) -> dict[str, str]:
     """Of a module: it and all that it imports. Of a function or class: its definition, whatever of its module it names,
     and the modules that these name, with all that they import. Name -> digest of the syntax tree."""
-    modules: set[str] = set()
-    trees: dict[str, str] = {}
     if inspect.ismodule(part):
-        modules |= _reachable(part.__spec__.name)
-    else:
-        part = inspect.unwrap(part)
-        spec = sys.modules[part.__module__].__spec__  # of `python -m` too, where the module's name is __main__
-        module = spec.name if spec else part.__module__
-        if not module.startswith(f"{_NAME}."):
-            return {part.__qualname__: _sha256(inspect.getsource(part))}  # a notebook's own
-        left, seen = [part.__qualname__.split(".")[0]], set()
-        while left:
-            name = left.pop()
-            for at, node in enumerate(_bindings(module).get(name, ())):
-                if (name, at) in seen:
-                    continue
-                seen.add((name, at))
-                if not isinstance(node, ast.Import | ast.ImportFrom):
-                    trees[f"{module}.{name}, {at}"] = _sha256(ast.dump(node))
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
-                        left.append(inner.id)
-                    for imported in _imported(inner):
-                        modules |= _reachable(imported)
-    return trees | {module: _sha256(ast.dump(_tree(module))) for module in modules}
+        return _trees(_reachable(part.__spec__.name))
+    part = inspect.unwrap(part)
+    spec = sys.modules[part.__module__].__spec__  # of `python -m` too, where the module's name is __main__
+    module = spec.name if spec else part.__module__
+    if not module.startswith(f"{_NAME}."):
+        return {part.__qualname__: _sha256(inspect.getsource(part))}  # a notebook's own
+    found: dict[str, str] = {}
+    modules: set[str] = set()
+    left, seen = [part.__qualname__.split(".")[0]], set()
+    while left:
+        if (name := left.pop()) in seen:
+            continue
+        seen.add(name)
+        for at, node in enumerate(_bindings(module).get(name, ())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                found[f"{module}.{name}, {at}"] = _sha256(ast.dump(node))
+            left += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            for imported in _imported(node):
+                modules |= _reachable(imported)
+    return found | _trees(modules)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -267,29 +255,17 @@ def sweep(folder: Path) -> None:
             continue
 
 
-def _save_array(array: np.ndarray, path: Path) -> None:
-    with open(path, "wb") as handle:  # np.save would add .npy to a partial's name
-        np.save(handle, array)
-
-
-def _save_arrays(arrays: tuple[np.ndarray, ...], path: Path) -> None:
-    with open(path, "wb") as handle:
-        np.savez(handle, *arrays)
-
-
-def _load_arrays(path: Path) -> tuple[np.ndarray, ...]:
-    with np.load(path) as arrays:
-        return tuple(arrays[name] for name in arrays.files)
-
-
 def _formats(suffix: str) -> tuple[Callable[[Any, Path], None], Callable[[Path], Any]]:
     import pandas as pd
 
+    def load_arrays(path: Path) -> tuple[np.ndarray, ...]:
+        with np.load(path) as arrays:
+            return tuple(arrays[name] for name in arrays.files)
+
     return {
-        ".npy": (_save_array, np.load),
-        ".npz": (_save_arrays, _load_arrays),
+        ".npy": (lambda array, path: np.save(path, array), np.load),
+        ".npz": (lambda arrays, path: np.savez(path, *arrays), load_arrays),
         ".parquet": (lambda frame, path: frame.to_parquet(path, index=False), pd.read_parquet),
-        ".json": (lambda value, path: path.write_text(json.dumps(value)), lambda path: json.loads(path.read_text())),
     }[suffix]
 
 
@@ -301,8 +277,8 @@ def cached_file(
 ) -> T:
     """What `path` holds, made and saved first where it isn't there: never half a file, and by one process at a time.
 
-    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays), .parquet (a frame,
-    without its index) or .json."""
+    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays) or .parquet (a
+    frame, without its index)."""
     if save is None or load is None:
         save, load = _formats(path.suffix)
     if not path.exists():
@@ -325,4 +301,4 @@ def cached_folder(path: Path, make: Callable[[Path], None]) -> Path:
 sys.meta_path.insert(0, _Finder)
 for _name, _module in list(sys.modules.items()):  # those that this module itself needs
     if _name.startswith(f"{_NAME}.") and getattr(_module, "__file__", None):
-        _loaded[_name] = _source(Path(_module.__file__))
+        _loaded[_name] = Path(_module.__file__).read_text(encoding="utf-8")
