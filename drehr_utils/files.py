@@ -24,7 +24,7 @@ def project_root() -> Path:
     if given := os.environ.get("DREHR_ROOT"):
         return Path(given).absolute()
     beside = Path(__file__).resolve().parents[1]
-    places = [beside, *(folder for folder in (Path.cwd(), *Path.cwd().parents))]
+    places = (beside, Path.cwd(), *Path.cwd().parents)
     return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
 
 

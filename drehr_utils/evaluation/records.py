@@ -35,7 +35,7 @@ class Record:
     def add(
         self,
         profile: Profile,
-        key: dict[str, str | int | float],
+        key: dict[str, str | float],
         make: Callable[[], pd.DataFrame],
         remake: bool = False,
     ) -> bool:
@@ -44,7 +44,7 @@ class Record:
         `key` holds `keys` and what else must be the same, the digest of what makes the rows. Rows with this key stay as
         they are (`remake`: are replaced); rows with the same `keys` alone are out of date and are replaced."""
         done = self.read(profile)
-        same = done[list(key)] == pd.Series(dict(key)) if len(done) else pd.DataFrame(columns=list(key), dtype=bool)
+        same = done[list(key)] == pd.Series(key) if len(done) else pd.DataFrame(columns=list(key), dtype=bool)
         if same.all(axis=1).any() and not remake:
             return False
         begun = time.time()
@@ -54,7 +54,7 @@ class Record:
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {describe_device()}",
         }
-        rows = pd.DataFrame(dict(key), index=rows.index).join(rows).assign(**about)
+        rows = pd.DataFrame(key, index=rows.index).join(rows).assign(**about)
         kept = done[~same[list(self.keys)].all(axis=1)]
         table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
         files.write_atomically(self.path(profile), table.to_csv(index=False).encode())

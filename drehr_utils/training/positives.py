@@ -52,8 +52,7 @@ class PositiveSets:
         return [(self.sources[s], self.terms[t]) for s, t in zip(self.source[part], self.term[part], strict=True)]
 
     def save(self, path: Path) -> None:
-        with open(path, "wb") as handle:  # savez would add .npz to a partial's name
-            np.savez_compressed(handle, **vars(self))
+        np.savez_compressed(path, **vars(self))
 
     @classmethod
     def load(cls, path: Path) -> PositiveSets:
@@ -170,7 +169,6 @@ def stage1_positives(
     matcher: EntityMatcher,
     abbreviations: Mapping[str, Sequence[tuple[str, str]]],
     seed: int = 0,
-    progress: bool = True,
 ) -> PositiveSets:
     """Stage I's positive sets: string matches, full names of reduced abbreviations, and what the KG adds to both.
 
@@ -179,7 +177,7 @@ def stage1_positives(
 
     def rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         found = _matches_of_each(chunks, matcher)
-        for chunk in tqdm(chunks, desc="stage I positives", disable=not progress, unit="chunk"):
+        for chunk in tqdm(chunks, desc="stage I positives", unit="chunk"):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
             first_source = {match.term: "string match" for match in next(found)}
             for _, full_name in abbreviations.get(chunk.id, ()):
@@ -204,9 +202,9 @@ def stage2_positives(
     `entities` maps (chunk id, entity type of the prompt) to the parsed names. A chunk that lacks an answer has no
     positives. Raises DataError when a larger share of the answers than `unanswered` is missing."""
     wanted = [(chunk.id, kind) for chunk in chunks for kind in SOURCE_OF_ENTITY_TYPE]
-    missing = {key for key in wanted if key not in entities}
+    missing = [key for key in wanted if key not in entities]
     if len(missing) > unanswered * len(wanted):
-        chunk_id, kind = next(key for key in wanted if key in missing)
+        chunk_id, kind = missing[0]
         raise DataError(
             f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
             f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
