@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -221,17 +221,17 @@ def lock(path: Path, doing: str, wait: bool = True) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _making(path: Path) -> Iterator[Path | None]:
-    """Where to make `path`, file or folder, that is put in place when the block ends; None if it is there by now."""
+def _once(path: Path, make: Callable[[Path], None]) -> None:
+    """Makes `path`, file or folder, where it isn't there: `make` fills a partial one, which then takes its name."""
+    if path.exists():
+        return
     held = path.with_name(f".{path.name}.lock")
     with lock(held, f"making {path.name}"):
         if path.exists():  # by the process that was waited for
-            yield None
             return
         partial = path.with_name(f"partial-{path.name}")
         remove(partial)  # a killed run's: whoever makes it holds the lock
-        yield partial
+        make(partial)
         os.replace(partial, path)
         held.unlink()  # who waits for it finds the artifact
 
@@ -248,11 +248,8 @@ def sweep(folder: Path) -> None:
     """Removes what killed runs left half made under `folder`, and what nobody is making now."""
     for partial in list(folder.rglob("partial-*")):
         held = partial.with_name(f".{partial.name.removeprefix('partial-')}.lock")
-        try:
-            with lock(held, "sweeping", wait=False):
-                remove(partial)
-        except DataError:
-            continue
+        with suppress(DataError), lock(held, "sweeping", wait=False):
+            remove(partial)
 
 
 def _formats(suffix: str) -> tuple[Callable[[Any, Path], None], Callable[[Path], Any]]:
@@ -277,24 +274,22 @@ def cached_file(
 ) -> T:
     """What `path` holds, made and saved first where it isn't there: never half a file, and by one process at a time.
 
-    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays) or .parquet (a
-    frame, without its index)."""
+    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays) or .parquet (a frame,
+    without its index)."""
     if save is None or load is None:
         save, load = _formats(path.suffix)
-    if not path.exists():
-        with _making(path) as partial:
-            if partial is not None:
-                save(make(), partial)
+    _once(path, lambda partial: save(make(), partial))
     return load(path)
 
 
 def cached_folder(path: Path, make: Callable[[Path], None]) -> Path:
     """The folder `path`; where it isn't there, `make` fills another one, which then takes its name."""
-    if not path.exists():
-        with _making(path) as partial:
-            if partial is not None:
-                partial.mkdir(parents=True)
-                make(partial)
+
+    def fill(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        make(partial)
+
+    _once(path, fill)
     return path
 
 

@@ -47,10 +47,6 @@ class Place:
     def cache(self) -> Path:
         return self.root / "data/cache" / self.profile.name
 
-    def result(self, notebook: Path) -> Path:
-        """Where an executed notebook goes: in place where results are committed, else to the cache."""
-        return notebook if self.profile.in_place else self.cache / "notebooks" / notebook.name
-
     def show(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
@@ -110,8 +106,7 @@ def clean_notebook(nb: Any, root: Path, *, keep_injected: bool = False) -> None:
     """Strips from an executed notebook, in place, what differs between two runs of the same code.
 
     `nb` is an nbformat v4 node; `root` is replaced in its outputs by "."; `keep_injected` keeps the cell that holds the
-    run's parameters (else the cells are counted as if it had not been there, and the notebook reads as it was written).
-    """
+    run's parameters (else the cells are counted as if it had not been there, and it reads as it was written)."""
     shorten = path_shortener(root)
     for key in ("papermill", "widgets"):
         nb.metadata.pop(key, None)
@@ -154,7 +149,8 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
 
 
 def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
-    """Runs one notebook and puts the cleaned result where `Place.result` says; returns a report where it failed.
+    """Runs one notebook and puts the cleaned result in its place, where results are committed, or in the cache's folder
+    `notebooks`; returns a report where it failed.
 
     The notebook stays as it was when a cell fails (the half-executed copy then lies in the cache's folder `failed`) or
     when it was edited meanwhile."""
@@ -203,7 +199,7 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
     nb = nbformat.read(running, as_version=4)
     # Results outside the repository keep their parameters: nothing else in them says which profile they are from.
     clean_notebook(nb, place.root, keep_injected=not place.profile.in_place)
-    target = place.result(notebook)
+    target = notebook if place.profile.in_place else place.cache / "notebooks" / notebook.name
     if target == notebook and notebook.read_bytes() != source:
         target = place.cache / "notebooks" / notebook.name
         print(f"(edited while it ran, so left alone; the result: {place.show(target)})", end=" ", flush=True)
@@ -286,9 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with artifacts.lock(place.cache / "run.lock", f"./run_all.sh --profile {profile.name}", wait=False):
             if args.fresh:
                 if profile.protected and not args.yes:
-                    parser.error(
-                        f"--fresh deletes days of work (all but {place.show(place.cache)}/llm): confirm with --yes"
-                    )
+                    answers = f"{place.show(place.cache)}/llm"
+                    parser.error(f"--fresh deletes days of work (all but {answers}): confirm with --yes")
                 for path in place.cache.glob("*"):
                     if path.name not in _KEPT:
                         artifacts.remove(path)

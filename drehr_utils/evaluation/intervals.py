@@ -29,16 +29,13 @@ from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES
 from drehr_utils.evaluation.metrics import of_group
 
+Statistic = Callable[[np.ndarray], np.ndarray]  # of sums [..., columns]
 Ids = np.ndarray | None  # of each search's query or patient
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
 
 
 def bootstrap(
-    parts: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    resampling: Resampling,
-    queries: Ids = None,
-    patients: Ids = None,
+    parts: np.ndarray, statistic: Statistic, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> np.ndarray:
     """Bootstrap draws [samples, ...] of `statistic`, a function of sums [..., columns] of `parts` [searches, columns].
 
@@ -227,7 +224,7 @@ def _two_way(patient: np.ndarray, query: np.ndarray, both: np.ndarray) -> np.nda
     return np.maximum(np.maximum(patient, query), patient + query - both)
 
 
-def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Statistic) -> np.ndarray:
     """Variance of a statistic of sums, by leaving out each cluster in turn."""
     total, sums = parts.sum(axis=0), _cluster_sums(parts, cluster)
     return (1 - 1 / len(sums)) * np.square(statistic(total - sums) - statistic(total)).sum(axis=0)

@@ -7,7 +7,7 @@ rank fusion joins in each search's own pool. Runs as dictionaries exist only at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,20 +99,6 @@ def of_group(values: pd.DataFrame, setting: str, group: str = "all") -> pd.DataF
 def means(values: pd.DataFrame) -> pd.Series:
     """The mean of each metric over the searches of single_patient's or multi_patient's frame, in the frame's order."""
     return values.groupby("metric", sort=False)["value"].mean()
-
-
-def recall_by_depth(
-    benchmark: Benchmark, scores: Scores, depths: Sequence[int], each: bool = False
-) -> pd.Series | pd.DataFrame:
-    """Multi-Patient recall at each depth, 0..100: the mean share of a query's relevant chunks among its first k.
-
-    `each`: not the mean but every query's, float [queries, depths]."""
-    recalls = {}
-    for search in rankings(benchmark, scores, "multi"):
-        found = np.cumsum(np.isin(search.chunk_ids, list(search.relevant)))
-        recalls[search.query_id] = found[np.minimum(depths, len(found)) - 1] / len(search.relevant)
-    frame = 100 * pd.DataFrame.from_dict(recalls, "index", columns=pd.Index(depths, name="depth"))
-    return frame if each else frame.mean()
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def with_paper(
     """`long` with `paper` filled from `figures` (paper_figures) where system, setting, group and metric agree.
 
     `names` maps our systems to the paper's (`MiniLM (start)` to `bge-base-en-v1.5`). `append` adds the paper's systems
-    that have no row of ours, below, for the metrics that ours has.
-    """
+    that have no row of ours, below, for the metrics that ours has."""
     published = figures.set_index(KEYS)["value"]
     theirs = long["system"].replace(names or {})
     keys = pd.MultiIndex.from_arrays([theirs, *(long[key] for key in KEYS[1:])])
@@ -82,22 +81,22 @@ def statistics_rows(statistics: pd.DataFrame, figures: pd.DataFrame) -> pd.DataF
     """positives.positive_statistics as a long form, with the figures of DR.EHR's Table 1 or 2 (paper_figures) beside.
 
     `sum` is in samples: the paper prints millions."""
+    blank = {"system": "", "setting": ""}
     ours = statistics.drop(columns="None").melt(id_vars="source", var_name="metric", value_name="ours")
+    ours = ours.rename(columns={"source": "group"}).assign(**blank, low=np.nan, high=np.nan, p=np.nan)
     published = figures.assign(
+        **blank,
         group=figures["group"].str.removeprefix("KG ").replace("all", "overall"),
         metric=figures["metric"].replace({"average": "Avg", "max": "Max", "sum (M)": "Sum"}),
         value=figures["value"].where(figures["metric"] != "sum (M)", figures["value"] * 1e6),
-    ).set_index(["group", "metric"])["value"]
-    paper = published.reindex(pd.MultiIndex.from_frame(ours[["source", "metric"]])).to_numpy()
-    blank = dict.fromkeys(["low", "high", "p"], np.nan)
-    return ours.rename(columns={"source": "group"}).assign(system="", setting="", paper=paper, **blank)[RESULT_COLUMNS]
+    )
+    return with_paper(ours, published, append=False)[RESULT_COLUMNS]
 
 
 def save_table(long: pd.DataFrame, name: str, layout: Layout | None = None, folder: Path = FOLDER) -> pd.DataFrame:
     """Write `<name>.csv`, `.md` and `.tex` in `folder`, the same bytes for the same input; returns the printed cells.
 
-    Raises ValueError where a column of the long form is missing or two of its rows share a cell of the table.
-    """
+    Raises ValueError where a column of the long form is missing or two of its rows share a cell of the table."""
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)

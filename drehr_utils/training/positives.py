@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,17 +64,15 @@ class PositiveSets:
     @classmethod
     def build(cls, rows: Iterable[tuple[str, Sequence[tuple[str, str]]]], sources: tuple[str, ...]) -> PositiveSets:
         """From (chunk id, [(source, term), ...]) rows."""
-        ids, offsets, at, term, source = [], [0], {}, [], []
+        ids, at = [], {}
+        offsets, term, source = array("q", [0]), array("i"), array("b")
         for chunk_id, samples in rows:
             ids.append(chunk_id)
-            term.append(np.array([at.setdefault(t, len(at)) for _, t in samples], dtype=np.int32))
-            source.append(np.array([sources.index(s) for s, _ in samples], dtype=np.int8))
-            offsets.append(offsets[-1] + len(samples))
-        empty = [np.array([], dtype=np.int32)]
-        return cls(
-            ids, list(at), sources, np.array(offsets, dtype=np.int64),
-            np.concatenate(term or empty), np.concatenate(source or empty).astype(np.int8),
-        )  # fmt: skip
+            term.extend(at.setdefault(t, len(at)) for _, t in samples)
+            source.extend(sources.index(s) for s, _ in samples)
+            offsets.append(len(term))
+        flat = np.array(offsets, np.int64), np.array(term, np.int32), np.array(source, np.int8)
+        return cls(ids, list(at), sources, *flat)
 
 
 # --- stage I -----------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from drehr_utils.data.benchmark import Benchmark, single_patient_tasks
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.evaluation.metrics import rankings
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
-from drehr_utils.search.fusion import rank, tie_keys
 
 SHORT_WORDS = 4  # a relevant span of more words is no case
 
@@ -52,19 +52,12 @@ def judged_ranks(benchmark: Benchmark, scores: Mapping[str, np.ndarray], match_t
     """Every judgment of a match type with its chunk's rank under each system, 1 the best.
 
     The pool is the patient's chunks without those relevant by another type, as Table 7 has it; `pool` is its size."""
-    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
-    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
-    ties = tie_keys(benchmark.queries, benchmark.corpus)
     found = []
-    for task in single_patient_tasks(benchmark, match_type):
-        row, pool = rows[task.query_id], np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
-        places = {}
-        for system, matrix in scores.items():
-            order = rank(matrix[row, pool], ties[row, pool])
-            places[system] = {task.chunk_ids[i]: place for place, i in enumerate(order, start=1)}
-        for chunk_id in task.relevant:
-            ranks = {system: place[chunk_id] for system, place in places.items()}
-            found.append({"query_id": task.query_id, "chunk_id": chunk_id, "pool": len(pool), **ranks})
+    by_system = [rankings(benchmark, matrix, "single", match_type) for matrix in scores.values()]
+    for searches in zip(*by_system, strict=True):
+        query_id, pool, relevant = searches[0].query_id, len(searches[0].chunk_ids), searches[0].relevant
+        places = [{chunk_id: i for i, chunk_id in enumerate(search.chunk_ids, start=1)} for search in searches]
+        found += [(query_id, chunk_id, pool, *(place[chunk_id] for place in places)) for chunk_id in relevant]
     return pd.DataFrame(found, columns=["query_id", "chunk_id", "pool", *scores]).assign(match_type=match_type)
 
 
