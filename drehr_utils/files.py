@@ -130,10 +130,9 @@ def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[st
         try:
             reader = csv.reader(handle)
             header = [name.strip().lower() for name in next(reader, [])]
-            if missing := [name for name in columns if name not in header]:
-                raise DataError(
-                    f"{where}, row 1: column {', '.join(missing)} is missing; the header: {', '.join(header[:20])}"
-                )
+            if missing := ", ".join(name for name in columns if name not in header):
+                shown = ", ".join(header[:20])
+                raise DataError(f"{where}, row 1: column {missing} is missing; the header: {shown}")
             at = {name: header.index(name) for name in columns}
             for row, values in enumerate(reader, start=2):
                 if short := [name for name, i in at.items() if values and i >= len(values)]:

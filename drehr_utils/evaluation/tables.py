@@ -68,10 +68,8 @@ def with_paper(
     theirs = long["system"].replace(names or {})
     keys = pd.MultiIndex.from_arrays([theirs, *(long[key] for key in KEYS[1:])])
     filled = long.assign(paper=published.reindex(keys).to_numpy())
-    if not append:
-        return filled
     rest = figures[~figures["system"].isin(theirs) & figures["metric"].isin(long["metric"])]
-    if rest.empty:
+    if not append or rest.empty:
         return filled
     rest = rest.rename(columns={"value": "paper"}).assign(**dict.fromkeys(["ours", "low", "high", "p"], np.nan))
     return pd.concat([filled, rest.reindex(columns=filled.columns)], ignore_index=True)

@@ -7,6 +7,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from tqdm.auto import tqdm
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
-from drehr_utils.knowledge.matching import EntityMatcher, Match
+from drehr_utils.knowledge.matching import EntityMatcher
 
 STAGE1_SOURCES = ("string match", "abbreviation", "synonym", "hypernym", "related")  # Table 1's rows
 STAGE2_SOURCES = ("disease", "procedure", "drug")  # Table 2's rows
@@ -156,12 +157,6 @@ def expand_entity(entity: str, kg: KnowledgeGraph, rng: np.random.Generator) -> 
     return added
 
 
-def _matches_of_each(chunks: Sequence[Chunk], matcher: EntityMatcher, block: int = 10_000) -> Iterator[list[Match]]:
-    """Every chunk's matches in turn, looked up many chunks at once; a block's are held at a time."""
-    for start in range(0, len(chunks), block):
-        yield from matcher.find_all([chunk.text for chunk in chunks[start : start + block]])
-
-
 def stage1_positives(
     chunks: Sequence[Chunk],
     kg: KnowledgeGraph,
@@ -175,10 +170,11 @@ def stage1_positives(
     (Table 1's rows add up to its last). Draws depend on `seed` and the chunk's id alone, not on the other chunks."""
 
     def rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        found = _matches_of_each(chunks, matcher)
-        for chunk in tqdm(chunks, desc="stage I positives", unit="chunk"):
+        blocks = (chunks[start : start + 10_000] for start in range(0, len(chunks), 10_000))  # held one at a time
+        found = chain.from_iterable(matcher.find_all([chunk.text for chunk in block]) for block in blocks)
+        for chunk, matches in zip(tqdm(chunks, desc="stage I positives", unit="chunk"), found, strict=True):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
-            first_source = {match.term: "string match" for match in next(found)}
+            first_source = {match.term: "string match" for match in matches}
             for _, full_name in abbreviations.get(chunk.id, ()):
                 first_source.setdefault(full_name, "abbreviation")
             for entity in list(first_source):
