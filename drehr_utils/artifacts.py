@@ -18,8 +18,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -43,8 +43,8 @@ _loaded: dict[str, str] = {}  # module -> its source when it was loaded: a file 
 
 class _Remembering(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        _loaded[module.__name__] = _source(Path(self.path))
-        for known in (_tree, _bindings, _imports, _reachable):
+        _loaded[module.__name__] = Path(self.path).read_text(encoding="utf-8")
+        for known in (_tree, _bindings, _imported, _reachable):
             known.cache_clear()  # importlib.reload
         super().exec_module(module)
 
@@ -58,10 +58,6 @@ class _Finder(PathFinder):
         return spec
 
 
-def _source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
 def _file(module: str) -> Path:
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -71,33 +67,25 @@ def _file(module: str) -> Path:
 def _tree(module: str) -> ast.Module:
     """The module's syntax without docstrings; comments and layout aren't in a tree."""
     if module not in _loaded:  # imported inside a function that hasn't run yet
-        _loaded[module] = _source(_file(module))
+        _loaded[module] = _file(module).read_text(encoding="utf-8")
     tree = ast.parse(_loaded[module])
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
     return tree
 
 
-def _imported(node: ast.AST) -> set[str]:
-    """Modules of this package that an import statement names."""
-    names: set[str] = set()
-    if isinstance(node, ast.Import):
-        names = {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        names = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return {n for n in names - _NOT_CODE if n.startswith(f"{_NAME}.") and _file(n).exists()}
-
-
 @cache
-def _imports(module: str) -> frozenset[str]:
-    return frozenset(name for node in ast.walk(_tree(module)) for name in _imported(node))
+def _imported(tree: ast.AST) -> frozenset[str]:
+    """Modules of this package that import statements in a tree name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return frozenset(n for n in names - _NOT_CODE if n.startswith(f"{_NAME}.") and _file(n).exists())
 
 
 @cache
@@ -105,7 +93,7 @@ def _reachable(module: str) -> frozenset[str]:
     """The module and all that it imports, directly or not."""
     found, left = {module}, [module]
     while left:
-        new = _imports(left.pop()) - found
+        new = _imported(_tree(left.pop())) - found
         found |= new
         left += new
     return frozenset(found)
@@ -127,34 +115,34 @@ def _bindings(module: str) -> dict[str, list[ast.stmt]]:
     return found
 
 
+def _trees(modules: Iterable[str]) -> dict[str, str]:
+    return {module: _sha256(ast.dump(_tree(module))) for module in modules}
+
+
 def _code(part: Any) -> dict[str, str]:
     """Of a module: it and all that it imports. Of a function or class: its definition, whatever of its module it names,
     and the modules that these name, with all that they import. Name -> digest of the syntax tree."""
-    modules: set[str] = set()
-    trees: dict[str, str] = {}
     if inspect.ismodule(part):
-        modules |= _reachable(part.__spec__.name)
-    else:
-        part = inspect.unwrap(part)
-        spec = sys.modules[part.__module__].__spec__  # of `python -m` too, where the module's name is __main__
-        module = spec.name if spec else part.__module__
-        if not module.startswith(f"{_NAME}."):
-            return {part.__qualname__: _sha256(inspect.getsource(part))}  # a notebook's own
-        left, seen = [part.__qualname__.split(".")[0]], set()
-        while left:
-            name = left.pop()
-            for at, node in enumerate(_bindings(module).get(name, ())):
-                if (name, at) in seen:
-                    continue
-                seen.add((name, at))
-                if not isinstance(node, ast.Import | ast.ImportFrom):
-                    trees[f"{module}.{name}, {at}"] = _sha256(ast.dump(node))
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
-                        left.append(inner.id)
-                    for imported in _imported(inner):
-                        modules |= _reachable(imported)
-    return trees | {module: _sha256(ast.dump(_tree(module))) for module in modules}
+        return _trees(_reachable(part.__spec__.name))
+    part = inspect.unwrap(part)
+    spec = sys.modules[part.__module__].__spec__  # of `python -m` too, where the module's name is __main__
+    module = spec.name if spec else part.__module__
+    if not module.startswith(f"{_NAME}."):
+        return {part.__qualname__: _sha256(inspect.getsource(part))}  # a notebook's own
+    found: dict[str, str] = {}
+    modules: set[str] = set()
+    left, seen = [part.__qualname__.split(".")[0]], set()
+    while left:
+        if (name := left.pop()) in seen:
+            continue
+        seen.add(name)
+        for at, node in enumerate(_bindings(module).get(name, ())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                found[f"{module}.{name}, {at}"] = _sha256(ast.dump(node))
+            left += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+            for imported in _imported(node):
+                modules |= _reachable(imported)
+    return found | _trees(modules)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -233,17 +221,17 @@ def lock(path: Path, doing: str, wait: bool = True) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _making(path: Path) -> Iterator[Path | None]:
-    """Where to make `path`, file or folder, that is put in place when the block ends; None if it is there by now."""
+def _once(path: Path, make: Callable[[Path], None]) -> None:
+    """Makes `path`, file or folder, where it isn't there: `make` fills a partial one, which then takes its name."""
+    if path.exists():
+        return
     held = path.with_name(f".{path.name}.lock")
     with lock(held, f"making {path.name}"):
         if path.exists():  # by the process that was waited for
-            yield None
             return
         partial = path.with_name(f"partial-{path.name}")
         remove(partial)  # a killed run's: whoever makes it holds the lock
-        yield partial
+        make(partial)
         os.replace(partial, path)
         held.unlink()  # who waits for it finds the artifact
 
@@ -260,36 +248,21 @@ def sweep(folder: Path) -> None:
     """Removes what killed runs left half made under `folder`, and what nobody is making now."""
     for partial in list(folder.rglob("partial-*")):
         held = partial.with_name(f".{partial.name.removeprefix('partial-')}.lock")
-        try:
-            with lock(held, "sweeping", wait=False):
-                remove(partial)
-        except DataError:
-            continue
-
-
-def _save_array(array: np.ndarray, path: Path) -> None:
-    with open(path, "wb") as handle:  # np.save would add .npy to a partial's name
-        np.save(handle, array)
-
-
-def _save_arrays(arrays: tuple[np.ndarray, ...], path: Path) -> None:
-    with open(path, "wb") as handle:
-        np.savez(handle, *arrays)
-
-
-def _load_arrays(path: Path) -> tuple[np.ndarray, ...]:
-    with np.load(path) as arrays:
-        return tuple(arrays[name] for name in arrays.files)
+        with suppress(DataError), lock(held, "sweeping", wait=False):
+            remove(partial)
 
 
 def _formats(suffix: str) -> tuple[Callable[[Any, Path], None], Callable[[Path], Any]]:
     import pandas as pd
 
+    def load_arrays(path: Path) -> tuple[np.ndarray, ...]:
+        with np.load(path) as arrays:
+            return tuple(arrays[name] for name in arrays.files)
+
     return {
-        ".npy": (_save_array, np.load),
-        ".npz": (_save_arrays, _load_arrays),
+        ".npy": (lambda array, path: np.save(path, array), np.load),
+        ".npz": (lambda arrays, path: np.savez(path, *arrays), load_arrays),
         ".parquet": (lambda frame, path: frame.to_parquet(path, index=False), pd.read_parquet),
-        ".json": (lambda value, path: path.write_text(json.dumps(value)), lambda path: json.loads(path.read_text())),
     }[suffix]
 
 
@@ -301,28 +274,26 @@ def cached_file(
 ) -> T:
     """What `path` holds, made and saved first where it isn't there: never half a file, and by one process at a time.
 
-    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays), .parquet (a frame,
-    without its index) or .json."""
+    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays) or .parquet (a frame,
+    without its index)."""
     if save is None or load is None:
         save, load = _formats(path.suffix)
-    if not path.exists():
-        with _making(path) as partial:
-            if partial is not None:
-                save(make(), partial)
+    _once(path, lambda partial: save(make(), partial))
     return load(path)
 
 
 def cached_folder(path: Path, make: Callable[[Path], None]) -> Path:
     """The folder `path`; where it isn't there, `make` fills another one, which then takes its name."""
-    if not path.exists():
-        with _making(path) as partial:
-            if partial is not None:
-                partial.mkdir(parents=True)
-                make(partial)
+
+    def fill(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        make(partial)
+
+    _once(path, fill)
     return path
 
 
 sys.meta_path.insert(0, _Finder)
 for _name, _module in list(sys.modules.items()):  # those that this module itself needs
     if _name.startswith(f"{_NAME}.") and getattr(_module, "__file__", None):
-        _loaded[_name] = _source(Path(_module.__file__))
+        _loaded[_name] = Path(_module.__file__).read_text(encoding="utf-8")

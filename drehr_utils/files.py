@@ -24,7 +24,7 @@ def project_root() -> Path:
     if given := os.environ.get("DREHR_ROOT"):
         return Path(given).absolute()
     beside = Path(__file__).resolve().parents[1]
-    places = [beside, *(folder for folder in (Path.cwd(), *Path.cwd().parents))]
+    places = (beside, Path.cwd(), *Path.cwd().parents)
     return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
 
 
@@ -130,10 +130,9 @@ def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[st
         try:
             reader = csv.reader(handle)
             header = [name.strip().lower() for name in next(reader, [])]
-            if missing := [name for name in columns if name not in header]:
-                raise DataError(
-                    f"{where}, row 1: column {', '.join(missing)} is missing; the header: {', '.join(header[:20])}"
-                )
+            if missing := ", ".join(name for name in columns if name not in header):
+                shown = ", ".join(header[:20])
+                raise DataError(f"{where}, row 1: column {missing} is missing; the header: {shown}")
             at = {name: header.index(name) for name in columns}
             for row, values in enumerate(reader, start=2):
                 if short := [name for name, i in at.items() if values and i >= len(values)]:

@@ -7,21 +7,19 @@ bars), so that a committed notebook changes only when its results do.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drehr_utils import artifacts
+from drehr_utils import artifacts, files
 from drehr_utils.errors import DataError
-from drehr_utils.files import project_root
 from drehr_utils.profiles import PROFILES, Profile, load_profile
 
 # "%|" alone is not enough: a bar without a known total has only a count and a rate.
@@ -49,34 +47,18 @@ class Place:
     def cache(self) -> Path:
         return self.root / "data/cache" / self.profile.name
 
-    def result(self, notebook: Path) -> Path:
-        """Where an executed notebook goes: in place where results are committed, else to the cache."""
-        return notebook if self.profile.in_place else self.cache / "notebooks" / notebook.name
-
     def show(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Where and why a notebook stopped; `cell` counts from 1 over all of the notebook's own cells, 0 for none."""
-
-    cell: int
-    line: str
-    kind: str
-    message: str
 
 
 def collapse(text: str) -> str:
     """Returns what a terminal would show of `text`: what follows a carriage return overwrites the line's start."""
     lines = []
     for line in _CURSOR.sub("", text).split("\n"):
-        if "\r" in line:
-            shown = ""
-            for part in line.split("\r"):
-                shown = part + shown[len(part) :]
-            line = shown.rstrip()
-        lines.append(line)
+        first, *parts = line.split("\r")
+        for part in parts:
+            first = part + first[len(part) :]
+        lines.append(first.rstrip() if parts else first)
     return "\n".join(lines)
 
 
@@ -96,41 +78,41 @@ def _clean_outputs(outputs: list[Any], shorten: Callable[[str], str]) -> list[An
     from nbformat.v4 import new_output
 
     cleaned: list[Any] = []
-    # What one cell prints to stdout and stderr between two displays arrives in an order that depends on timing.
-    printed = {"stdout": "", "stderr": ""}
-    for output in [*outputs, None]:
-        if output is not None and output.output_type == "stream":
-            printed[output.name] += output.text
+    for streams, group in itertools.groupby(outputs, key=lambda output: output.output_type == "stream"):
+        found = list(group)
+        if not streams:
+            for output in found:
+                for kind, value in output.get("data", {}).items():
+                    if isinstance(value, str) and (kind.startswith("text/") or kind == "image/svg+xml"):
+                        output.data[kind] = shorten(value)
+            cleaned += found
             continue
-        for name, text in printed.items():
-            text = shorten(collapse(text))
+        # What one cell prints to stdout and stderr between two displays arrives in an order that depends on timing.
+        for name in ("stdout", "stderr"):
+            text = shorten(collapse("".join(output.text for output in found if output.name == name)))
             if name == "stderr":
                 text = "\n".join(line for line in text.split("\n") if not _BAR.search(line))
                 text = text if text.strip() else ""
             if text:
                 cleaned.append(new_output("stream", name=name, text=text))
-        printed = dict.fromkeys(printed, "")
-        if output is not None:
-            for kind, value in output.get("data", {}).items():
-                if isinstance(value, str) and (kind.startswith("text/") or kind == "image/svg+xml"):
-                    output.data[kind] = shorten(value)
-            cleaned.append(output)
     return cleaned
+
+
+def _without(cells: list[Any], *tags: str) -> list[Any]:
+    return [cell for cell in cells if not set(tags) & set(cell.metadata.get("tags", []))]
 
 
 def clean_notebook(nb: Any, root: Path, *, keep_injected: bool = False) -> None:
     """Strips from an executed notebook, in place, what differs between two runs of the same code.
 
     `nb` is an nbformat v4 node; `root` is replaced in its outputs by "."; `keep_injected` keeps the cell that holds the
-    run's parameters (else the cells are counted as if it had not been there, and the notebook reads as it was written).
-    """
+    run's parameters (else the cells are counted as if it had not been there, and it reads as it was written)."""
     shorten = path_shortener(root)
     for key in ("papermill", "widgets"):
         nb.metadata.pop(key, None)
     nb.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     nb.metadata["language_info"] = {"name": "python"}
-    dropped = {_ERROR_MARKER} if keep_injected else {_ERROR_MARKER, _INJECTED}
-    nb.cells = [cell for cell in nb.cells if not dropped & set(cell.metadata.get("tags", []))]
+    nb.cells = _without(nb.cells, _ERROR_MARKER, *([] if keep_injected else [_INJECTED]))
     count = 0
     for cell in nb.cells:
         for key in ("papermill", "execution", "ExecuteTime"):
@@ -148,81 +130,48 @@ def clean_notebook(nb: Any, root: Path, *, keep_injected: bool = False) -> None:
                 output.execution_count = cell.execution_count
 
 
-def _write(nb: Any, path: Path) -> None:
-    """Writes `nb` whole or not at all."""
-    import nbformat
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    nbformat.write(nb, temporary)
-    os.replace(temporary, path)
-
-
-@contextmanager
-def _kernel(place: Place) -> Iterator[None]:
-    """Makes the kernel `python3` this interpreter with the run's environment, whatever is installed under that name."""
-    from ipykernel.kernelspec import write_kernel_spec
-
+def _environment(place: Place, ipython: str) -> dict[str, str]:
+    """What the notebooks' kernel has beside this process's own environment."""
     package_parent = str(Path(__file__).resolve().parents[1])
-    before = os.environ.get("JUPYTER_PATH")
-    with tempfile.TemporaryDirectory(prefix="drehr_kernel_") as folder:
-        env = {
-            "DREHR_PROFILE": place.asked,
-            "DREHR_ROOT": str(place.root),
-            # The notebooks must use the package that lies beside them, installed or not.
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
-            "PYTHONHASHSEED": "0",
-            "TOKENIZERS_PARALLELISM": "false",
-            # A reader's own IPython start-up files would otherwise run first.
-            "IPYTHONDIR": str(Path(folder, "ipython")),
-            # tqdm asks for ipywidgets; plain text bars are what is wanted here.
-            "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
-        }
-        if place.profile.offline:
-            env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        write_kernel_spec(Path(folder, "kernels", "python3"), overrides={"env": env})
-        # jupyter_client searches JUPYTER_PATH before the user's and the system's kernels.
-        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [folder, before]))
-        try:
-            yield
-        finally:
-            os.environ.pop("JUPYTER_PATH")
-            if before is not None:
-                os.environ["JUPYTER_PATH"] = before
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if place.profile.offline else {}
+    return offline | {
+        "DREHR_PROFILE": place.asked,
+        "DREHR_ROOT": str(place.root),
+        # The notebooks must use the package that lies beside them, installed or not.
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
+        "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        # A reader's own IPython start-up files would otherwise run first.
+        "IPYTHONDIR": ipython,
+        # tqdm asks for ipywidgets; plain text bars are what is wanted here.
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
+    }
 
 
-def _failure(executed: Path, error: Exception) -> Failure:
-    """Finds in the half-executed notebook where `error` struck; a kernel that died leaves no error in any cell."""
-    import nbformat
+def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
+    """Runs one notebook and puts the cleaned result in its place, where results are committed, or in the cache's folder
+    `notebooks`; returns a report where it failed.
 
-    kind, message = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error))
-    cells: list[Any] = []
-    if executed.exists():
-        own = nbformat.read(executed, as_version=4).cells
-        cells = [cell for cell in own if not {_INJECTED, _ERROR_MARKER} & set(cell.metadata.get("tags", []))]
-    started = [i for i, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
-    if not started:
-        return Failure(0, "", kind, message)
-    failed = started[-1]  # papermill starts no cell after one that fails
-    return Failure(failed + 1, cells[failed].source.strip().split("\n")[0], kind, message)
-
-
-def execute(place: Place, notebook: Path, *, progress_bar: bool) -> Failure | None:
-    """Runs one notebook and puts the cleaned result where `Place.result` says; the notebook stays as it was when a cell
-    fails (the half-executed copy then lies in the cache's folder `failed`) or when it was edited meanwhile."""
+    The notebook stays as it was when a cell fails (the half-executed copy then lies in the cache's folder `failed`) or
+    when it was edited meanwhile."""
     import nbformat
     import papermill
+    from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpec
 
     running, failed = place.cache / "running" / notebook.name, place.cache / "failed" / notebook.name
     for stale in (running, failed):
         stale.parent.mkdir(parents=True, exist_ok=True)
         stale.unlink(missing_ok=True)
     source = notebook.read_bytes()
-    with open(place.cache / "kernel.log", "wb") as log:
+    with tempfile.TemporaryDirectory(prefix="drehr_ipython_") as ipython, open(place.cache / "kernel.log", "wb") as log:
 
-        class LoggedKernel(AsyncKernelManager):
-            """Keeps patient text off the terminal, where compiled libraries print, and off open local sockets."""
+        class Kernel(AsyncKernelManager):
+            """This interpreter, whatever is installed as `python3`; keeps patient text off the terminal, where compiled
+            libraries print, and off open local sockets."""
+
+            kernel_spec = KernelSpec(**get_kernel_dict(), env=_environment(place, ipython))
 
             async def start_kernel(self, **kwargs: Any) -> None:
                 self.transport_encryption = "auto"
@@ -238,49 +187,49 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> Failure | No
                 cwd=place.notebooks,
                 progress_bar=progress_bar,
                 start_timeout=300,
-                kernel_manager_class=LoggedKernel,
+                kernel_manager_class=Kernel,
             )
         except Exception as error:  # a cell's error, a dead kernel or a broken notebook: each ends the run
-            failure = _failure(running, error)
             if running.exists():
                 os.replace(running, failed)
-            return failure
+            return _report(place, notebook, error)
         except KeyboardInterrupt:
             running.unlink(missing_ok=True)
             raise
     nb = nbformat.read(running, as_version=4)
     # Results outside the repository keep their parameters: nothing else in them says which profile they are from.
     clean_notebook(nb, place.root, keep_injected=not place.profile.in_place)
-    target = place.result(notebook)
+    target = notebook if place.profile.in_place else place.cache / "notebooks" / notebook.name
     if target == notebook and notebook.read_bytes() != source:
         target = place.cache / "notebooks" / notebook.name
         print(f"(edited while it ran, so left alone; the result: {place.show(target)})", end=" ", flush=True)
-    _write(nb, target)
+    files.write_atomically(target, (nbformat.writes(nb) + "\n").encode())
     running.unlink()
     return None
 
 
-def _report(place: Place, notebook: Path, failure: Failure) -> str:
-    copy = place.cache / "failed" / notebook.name
-    where = f"{place.show(notebook)}, cell {failure.cell}" if failure.cell else place.show(notebook)
-    line = f"\n  {failure.line}" if failure.line else ""
-    full = f"\nThe notebook up to there: {place.show(copy)}" if copy.exists() else ""
-    log = place.cache / "kernel.log"
-    if log.exists() and log.stat().st_size:
-        full += f"\nWhat its kernel printed: {place.show(log)}"
+def _report(place: Place, notebook: Path, error: Exception) -> str:
+    """Where and why a notebook stopped; its own cells are counted, from 1.
+
+    A kernel that died leaves no error in any cell, but papermill starts no cell after one that fails."""
+    import nbformat
+
+    copy, log = place.cache / "failed" / notebook.name, place.cache / "kernel.log"
+    where, line, more = place.show(notebook), "", ""
+    if copy.exists():
+        more = f"\nThe notebook up to there: {place.show(copy)}"
+        cells = _without(nbformat.read(copy, as_version=4).cells, _ERROR_MARKER, _INJECTED)
+        started = [at for at, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
+        if started:
+            where += f", cell {started[-1] + 1}"
+            line = "\n  " + cells[started[-1]].source.strip().split("\n")[0]
+    if log.stat().st_size:
+        more += f"\nWhat its kernel printed: {place.show(log)}"
+    kind = getattr(error, "ename", type(error).__name__)
     if place.profile.protected:  # a message may quote the data
-        return f"{where} failed with {failure.kind}:{line}\nThe message is not shown: it may hold patient text.{full}"
-    message = path_shortener(place.root)(failure.message).strip()
-    return f"{where} failed:{line}\n{failure.kind}: {message}{full}"
-
-
-def _delete_cache(place: Place) -> None:
-    """Empties the profile's cache but for `llm`: answers of a language model may have been paid for."""
-    for path in place.cache.glob("*"):
-        if path.is_dir() and not path.is_symlink() and path.name not in _KEPT:
-            shutil.rmtree(path)
-        elif path.name not in _KEPT:
-            path.unlink()
+        return f"{where} failed with {kind}:{line}\nThe message is not shown: it may hold patient text.{more}"
+    message = path_shortener(place.root)(getattr(error, "evalue", str(error))).strip()
+    return f"{where} failed:{line}\n{kind}: {message}{more}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -327,16 +276,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         parser.error(str(error))
     asked = str(Path(args.profile).absolute()) if args.profile.endswith(".toml") else args.profile
-    place = Place(project_root(), profile, asked)
+    place = Place(files.project_root(), profile, asked)
     notebooks = _choose(parser, place, args.start, args.only)
     try:
         with artifacts.lock(place.cache / "run.lock", f"./run_all.sh --profile {profile.name}", wait=False):
             if args.fresh:
                 if profile.protected and not args.yes:
-                    parser.error(
-                        f"--fresh deletes days of work (all but {place.show(place.cache)}/llm): confirm with --yes"
-                    )
-                _delete_cache(place)
+                    answers = f"{place.show(place.cache)}/llm"
+                    parser.error(f"--fresh deletes days of work (all but {answers}): confirm with --yes")
+                for path in place.cache.glob("*"):
+                    if path.name not in _KEPT:
+                        artifacts.remove(path)
             artifacts.sweep(place.cache)
             return _run(place, notebooks)
     except DataError as error:
@@ -347,19 +297,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(place: Place, notebooks: Sequence[Path]) -> int:
     terminal = sys.stdout.isatty()
     began = time.monotonic()
-    with _kernel(place):
-        for number, notebook in enumerate(notebooks, start=1):
-            label = f"[{number}/{len(notebooks)}] {notebook.stem} ..."
-            # On a terminal papermill's bar, one step a cell, would land on an unfinished line.
-            print(label, end="\n" if terminal else " ", flush=True)
-            notebook_began = time.monotonic()
-            failure = execute(place, notebook, progress_bar=terminal)
-            took = f"{time.monotonic() - notebook_began:.1f} s"
-            if failure:
-                print(f"{label} failed after {took}" if terminal else f"failed after {took}", flush=True)
-                print(_report(place, notebook, failure), file=sys.stderr)
-                return 1
-            print(f"{label} {took}" if terminal else took, flush=True)
+    for number, notebook in enumerate(notebooks, start=1):
+        label = f"[{number}/{len(notebooks)}] {notebook.stem} ..."
+        # On a terminal papermill's bar, one step a cell, would land on an unfinished line.
+        print(label, end="\n" if terminal else " ", flush=True)
+        notebook_began = time.monotonic()
+        failure = execute(place, notebook, progress_bar=terminal)
+        took = f"{'failed after ' if failure else ''}{time.monotonic() - notebook_began:.1f} s"
+        print(f"{label} {took}" if terminal else took, flush=True)
+        if failure:
+            print(failure, file=sys.stderr)
+            return 1
     print(f"total {time.monotonic() - began:.1f} s")
     return 0
 

@@ -29,15 +29,13 @@ from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES
 from drehr_utils.evaluation.metrics import of_group
 
+Statistic = Callable[[np.ndarray], np.ndarray]  # of sums [..., columns]
+Ids = np.ndarray | None  # of each search's query or patient
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
 
 
 def bootstrap(
-    parts: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    resampling: Resampling,
-    queries: np.ndarray | None = None,
-    patients: np.ndarray | None = None,
+    parts: np.ndarray, statistic: Statistic, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> np.ndarray:
     """Bootstrap draws [samples, ...] of `statistic`, a function of sums [..., columns] of `parts` [searches, columns].
 
@@ -66,10 +64,7 @@ def percentile_interval(draws: np.ndarray) -> np.ndarray:
 
 
 def bootstrap_means(
-    values: np.ndarray,
-    resampling: Resampling,
-    queries: np.ndarray | None = None,
-    patients: np.ndarray | None = None,
+    values: np.ndarray, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> np.ndarray:
     """Bootstrap draws [samples] or [samples, metrics] of the mean of `values` [searches] or [searches, metrics]."""
     values = np.asarray(values, dtype=float)
@@ -79,10 +74,7 @@ def bootstrap_means(
 
 
 def bootstrap_interval(
-    values: np.ndarray,
-    resampling: Resampling,
-    queries: np.ndarray | None = None,
-    patients: np.ndarray | None = None,
+    values: np.ndarray, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """95% percentile bootstrap interval of the mean: (low, high) of `values` [searches] or [searches, metrics]."""
     low, high = percentile_interval(bootstrap_means(values, resampling, queries, patients))
@@ -90,17 +82,12 @@ def bootstrap_interval(
 
 
 def paired_randomization_test(
-    a: np.ndarray,
-    b: np.ndarray,
-    resampling: Resampling,
-    queries: np.ndarray | None = None,
-    patients: np.ndarray | None = None,
+    a: np.ndarray, b: np.ndarray, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> np.ndarray:
     """Two-sided p of the paired randomization test of mean(a) = mean(b): (as extreme + 1) / (randomizations + 1).
 
     `a`, `b` are [searches] or [searches, metrics], aligned. (scipy.stats.permutation_test tests the same for one level
-    of clusters, takes three times as long, and one metric at a time.)
-    """
+    of clusters, takes three times as long, and one metric at a time.)"""
     a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if a.shape != b.shape:
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; both need the same searches in the same order")
@@ -111,7 +98,7 @@ def paired_randomization_test(
     products = [(table @ table.T).toarray() for table in tables]  # of patients, summed over queries
 
     def extremity(signs: np.ndarray) -> np.ndarray:
-        """|sum of differences| of `signs` [draws, clusters], in standard errors where two levels cross."""
+        """|Sum of differences| of `signs` [draws, clusters], in standard errors where two levels cross."""
         found = np.abs(signs @ sums)
         if products:
             query = np.stack([((signs @ product) * signs).sum(axis=1) for product in products], axis=1)
@@ -130,18 +117,12 @@ def paired_randomization_test(
 
 
 def result_rows(
-    name: str,
-    setting: str,
-    group: str,
-    values: pd.DataFrame,
-    resampling: Resampling,
-    start: pd.DataFrame | None = None,
+    name: str, setting: str, group: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
 ) -> pd.DataFrame:
     """Per-search values as long-form rows (RESULT_COLUMNS), one a metric: mean, 95% interval, p against `start`.
 
-    `start` holds another system's values of the same searches; p is empty without it. `paper` is left empty. Where the
-    values are of several trainings (a column `seed`), the mean is over them too, and the interval draws them as well.
-    """
+    `start` holds another system's values of the same searches; p is empty without it, and `paper` always. Where the
+    values are of several trainings (a column `seed`), the mean is over them, too, and the interval draws them."""
     metrics = list(dict.fromkeys(values["metric"]))
     seeds, clusters = _matrix(values, metrics)
     matrix = seeds.mean(axis=1)
@@ -152,19 +133,8 @@ def result_rows(
         if set(start["search_id"]) != set(values["search_id"]):
             raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
         p = paired_randomization_test(matrix, _matrix(start, metrics)[0].mean(axis=1), resampling, **clusters)
-    return pd.DataFrame(
-        {
-            "system": name,
-            "setting": setting,
-            "group": group,
-            "metric": metrics,
-            "paper": np.nan,
-            "ours": matrix.mean(axis=0),
-            "low": low,
-            "high": high,
-            "p": p,
-        }
-    )[RESULT_COLUMNS]
+    rows = pd.DataFrame({"metric": metrics, "ours": matrix.mean(axis=0), "low": low, "high": high, "p": p})
+    return rows.assign(system=name, setting=setting, group=group, paper=np.nan)[RESULT_COLUMNS]
 
 
 def gain_rows(
@@ -185,13 +155,10 @@ def gain_rows(
 def evaluate_system(
     name: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """A system's long-form rows (RESULT_COLUMNS) from its metrics.per_search: both settings, all queries and each query
-    type, each match type.
+    """A system's long-form rows (RESULT_COLUMNS) from its metrics.per_search, in both settings.
 
     `group` is `all`, a query type, or (Single-Patient only) a match type; `metric` includes Average. `p` is against
-    `start`, another system's values (the starting encoder). A group without a search has no row.
-    """
-
+    `start`, another system's values (the starting encoder). A group without a search has no row."""
     groups = [(setting, group) for setting in ("single", "multi") for group in ("all", *QUERY_TYPES)]
     rows = []
     for setting, group in groups + [("single", kind) for kind in MATCH_TYPES]:
@@ -222,7 +189,7 @@ def _over_seeds(draws: np.ndarray, seed: int) -> np.ndarray:
     return mean + (np.take_along_axis(draws, drawn, axis=1).mean(axis=1) - mean) * np.sqrt(n / (n - 1))
 
 
-def _levels(n: int, queries: np.ndarray | None, patients: np.ndarray | None) -> list[np.ndarray]:
+def _levels(n: int, queries: Ids, patients: Ids) -> list[np.ndarray]:
     """The levels' cluster numbers [searches]: patients, queries, where they cross; or the one that holds the other."""
     given = [np.unique(np.asarray(ids, str), return_inverse=True)[1] for ids in (patients, queries) if ids is not None]
     if len(given) < 2:
@@ -257,7 +224,7 @@ def _two_way(patient: np.ndarray, query: np.ndarray, both: np.ndarray) -> np.nda
     return np.maximum(np.maximum(patient, query), patient + query - both)
 
 
-def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _jackknife(parts: np.ndarray, cluster: np.ndarray, statistic: Statistic) -> np.ndarray:
     """Variance of a statistic of sums, by leaving out each cluster in turn."""
     total, sums = parts.sum(axis=0), _cluster_sums(parts, cluster)
     return (1 - 1 / len(sums)) * np.square(statistic(total - sums) - statistic(total)).sum(axis=0)

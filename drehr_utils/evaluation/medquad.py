@@ -53,8 +53,7 @@ class MedQuad:
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.
 
-    Queries without an answer among the passages are left out. Raises DataError for a malformed line.
-    """
+    Queries without an answer among the passages are left out. Raises DataError for a malformed line."""
     root = public_data.locate("medquad", folder)
     if root is None:
         return None
@@ -84,14 +83,12 @@ def medquad_candidates(data: MedQuad, bm25: np.ndarray, n: int = 64) -> np.ndarr
     """Passage positions [queries, n] that every method re-ranks: BM25's best `n` (CAPR §4.2), best first.
 
     CAPR doesn't say whether an answer that BM25 misses joins the candidates. It must: BM25's best 64 hold 91% of the
-    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places.
-    """
+    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places."""
     order = rank(bm25, tie_keys(data.queries, data.passages))[:, :n]
     position = {passage_id: i for i, passage_id in enumerate(data.passages)}
-    for row, query_id in enumerate(data.queries):
-        missing = [position[i] for i in data.qrels[query_id] if position[i] not in order[row]]
-        if missing:
-            order[row, -len(missing) :] = missing
+    for best, query_id in zip(order, data.queries, strict=True):
+        if missing := [position[i] for i in data.qrels[query_id] if position[i] not in best]:
+            best[-len(missing) :] = missing
     return order
 
 
@@ -105,8 +102,7 @@ def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> 
     """R@1 and R@5 (0 or 100) of each query for `scores` [queries, n] of its candidates.
 
     Rows as metrics.single_patient's (`query_type` is the aspect), so intervals.result_rows gives means, intervals
-    and the paired test.
-    """
+    and the paired test."""
     ids, best = list(data.passages), best_first(data, candidates, scores)[:, :5]
     run = {q: {ids[p]: float(-i) for i, p in enumerate(row)} for q, row in zip(data.queries, best, strict=True)}
     names = {measure: name for name, measure in METRICS.items()}
@@ -121,8 +117,7 @@ def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> 
 def zero_shot(encode: Callable[[list[str]], np.ndarray], data: MedQuad, candidates: np.ndarray) -> pd.DataFrame:
     """recall_values of a dense encoder that saw none of these data (CAPR's cross-domain setting).
 
-    `encode` maps texts to embeddings [texts, dim] and truncates long passages (CAPR: 512 tokens).
-    """
+    `encode` maps texts to embeddings [texts, dim] and truncates long passages (CAPR: 512 tokens)."""
     used, places = np.unique(candidates, return_inverse=True)  # a passage that is nobody's candidate isn't encoded
     texts = list(data.passages.values())
     scores = dense_scores(encode(list(data.queries.values())), encode([texts[i] for i in used]))

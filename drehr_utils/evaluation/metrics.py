@@ -7,7 +7,7 @@ rank fusion joins in each search's own pool. Runs as dictionaries exist only at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,6 @@ def rankings(benchmark: Benchmark, scores: Scores, setting: str, match_type: str
     matrices, ids = _checked(benchmark, scores), np.array(list(benchmark.corpus), dtype=object)
     columns = {chunk_id: column for column, chunk_id in enumerate(ids)}
     rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
-    searches: Iterable[tuple[str, str, str, np.ndarray, dict[str, int]]]
     if setting == "single":
         searches = (
             (task.search_id, task.query_id, task.note_id, np.array([columns[c] for c in task.chunk_ids]), task.relevant)
@@ -70,8 +69,7 @@ def single_patient(benchmark: Benchmark, scores: Scores, match_type: str | None 
 
     A search is a (patient, query) pair, so a query asked for many patients weighs more: the paper averages over
     searches ("nearly 28k"). Metrics: MRR, NDCG, MAP without cutoff, and their Average. `match_type` dissects (CliniQ
-    §4.1, DR.EHR Table 5).
-    """
+    §4.1, DR.EHR Table 5)."""
     return _frame(benchmark, SINGLE_METRICS, rankings(benchmark, scores, "single", match_type))
 
 
@@ -79,8 +77,7 @@ def multi_patient(benchmark: Benchmark, scores: Scores) -> pd.DataFrame:
     """Multi-Patient Retrieval: each query that has a relevant chunk, over the whole corpus; rows as single_patient's.
 
     Intervals draw queries, as the field does. Metrics: MRR, NDCG@10, R@100 and their Average. Chunks of patients
-    without the code aren't judged beyond string matches, and count as not relevant (CliniQ §3.3, Limitations).
-    """
+    without the code aren't judged beyond string matches, and count as not relevant (CliniQ §3.3, Limitations)."""
     return _frame(benchmark, MULTI_METRICS, rankings(benchmark, scores, "multi"))
 
 
@@ -104,25 +101,6 @@ def means(values: pd.DataFrame) -> pd.Series:
     return values.groupby("metric", sort=False)["value"].mean()
 
 
-def recall_by_depth(
-    benchmark: Benchmark, scores: np.ndarray, depths: Iterable[int], each: bool = False
-) -> pd.Series | pd.DataFrame:
-    """Multi-Patient recall at each depth, 0..100: the mean share of a query's relevant chunks among its first k.
-
-    `each`: not the mean but every query's, float [queries, depths]."""
-    (matrix,), depths = _checked(benchmark, scores), np.array(list(depths))
-    rows = [row for row, query_id in enumerate(benchmark.queries) if query_id in benchmark.qrels]
-    ids = list(benchmark.queries)
-    order = rank(matrix[rows], tie_keys([ids[row] for row in rows], benchmark.corpus))
-    chunk_ids = np.array(list(benchmark.corpus), dtype=object)
-    recalls = np.zeros((len(rows), len(depths)))
-    for at, (row, ranked) in enumerate(zip(rows, order, strict=True)):
-        found = np.cumsum(np.isin(chunk_ids[ranked], list(benchmark.qrels[ids[row]])))
-        recalls[at] = found[np.minimum(depths, len(found)) - 1] / len(benchmark.qrels[ids[row]])
-    frame = pd.DataFrame(100 * recalls, [ids[row] for row in rows], pd.Index(depths, name="depth"))
-    return frame if each else frame.mean()
-
-
 @dataclass(frozen=True)
 class Hubness:
     """How unevenly chunks come first: a hub chunk that tops most queries ruins Multi-Patient Retrieval."""
@@ -135,10 +113,10 @@ class Hubness:
 def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
     """Hubness of a score matrix [queries, chunks]; equal scores are ordered by position here, ids being unknown."""
     scores = np.asarray(scores)
-    first = np.bincount(scores.argmax(axis=1), minlength=scores.shape[1])
-    k = min(k, scores.shape[1])
+    chunks, k = scores.shape[1], min(k, scores.shape[1])
+    first = np.bincount(scores.argmax(axis=1), minlength=chunks)
     best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
-    occurrences = np.bincount(best.ravel(), minlength=scores.shape[1])
+    occurrences = np.bincount(best.ravel(), minlength=chunks)
     skewness = float(scipy.stats.skew(occurrences)) if occurrences.std() > 0 else 0.0
     return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
 
@@ -151,20 +129,19 @@ def _frame(benchmark: Benchmark, metrics: dict, ranked: Iterator[Ranking]) -> pd
         for value in ir_measures.iter_calc(metrics.values(), {at: r.relevant for at, r in batch.items()}, run):
             found[value.query_id][names[value.measure]] = 100 * value.value
         for search_id, r in batch.items():
-            scores = [found[search_id][name] for name in metrics]
-            for name, score in zip([*metrics, AVERAGE], [*scores, sum(scores) / len(scores)], strict=True):
-                rows.append((search_id, r.query_id, benchmark.query_types[r.query_id], r.patient, name, score))
+            scores = {name: found[search_id][name] for name in metrics}
+            scores[AVERAGE] = sum(scores.values()) / len(scores)
+            about = search_id, r.query_id, benchmark.query_types[r.query_id], r.patient
+            rows += [(*about, name, score) for name, score in scores.items()]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _checked(benchmark: Benchmark, scores: Scores) -> list[np.ndarray]:
     matrices = [np.asarray(matrix) for matrix in (scores if isinstance(scores, tuple) else (scores,))]
-    expected = (len(benchmark.queries), len(benchmark.corpus))
+    shape = (len(benchmark.queries), len(benchmark.corpus))
     for matrix in matrices:
-        if matrix.shape != expected:
-            raise ValueError(
-                f"scores have shape {matrix.shape}; the benchmark has {expected[0]} queries and {expected[1]} chunks"
-            )
+        if matrix.shape != shape:
+            raise ValueError(f"scores have shape {matrix.shape}; there are {shape[0]} queries and {shape[1]} chunks")
         if np.isnan(matrix).any():
             raise ValueError("scores hold NaN; a chunk that wasn't scored gets -inf")
     return matrices

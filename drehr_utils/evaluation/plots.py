@@ -21,31 +21,18 @@ SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
 
 def set_style() -> None:
     """Set matplotlib's defaults: Okabe-Ito colours, embedded TrueType fonts (text stays text in PDF), light grid."""
-    plt.rcParams.update(
-        {
-            "axes.prop_cycle": plt.cycler(color=PALETTE),
-            "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
-            "font.size": 8,
-            "axes.labelsize": 8,
-            "axes.titlesize": 9,
-            "legend.fontsize": 7,
-            "xtick.labelsize": 7,
-            "ytick.labelsize": 7,
-            "pdf.fonttype": 42,
-            "svg.hashsalt": "drehr",
-            "figure.constrained_layout.use": True,
-            "figure.dpi": 110,
-            "savefig.dpi": 300,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "grid.color": "#DDDDDD",
-            "grid.linewidth": 0.5,
-            "lines.linewidth": 1.2,
-            "legend.frameon": False,
-        }
-    )
+    plt.rc("font", family="DejaVu Sans", size=8)  # comes with matplotlib: the same letters on every machine
+    plt.rc("axes", prop_cycle=plt.cycler(color=PALETTE), labelsize=8, titlesize=9, grid=True, axisbelow=True)
+    plt.rc("axes.spines", top=False, right=False)
+    plt.rc(("xtick", "ytick"), labelsize=7)
+    plt.rc("legend", fontsize=7, frameon=False)
+    plt.rc("grid", color="#DDDDDD", linewidth=0.5)
+    plt.rc("lines", linewidth=1.2)
+    plt.rc("figure", dpi=110)
+    plt.rc("figure.constrained_layout", use=True)
+    plt.rc("savefig", dpi=300)
+    plt.rc("pdf", fonttype=42)
+    plt.rc("svg", hashsalt="drehr")
 
 
 def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
@@ -64,31 +51,28 @@ def dot_interval_plot(
 ) -> Figure:
     """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
 
-    `long` has intervals.RESULT_COLUMNS with one row a system and panel: filter the metric and setting first (the
-    axis is named after them). `xlabel` names it for differences, which get a line at 0. `blocks` says which
-    systems belong together (system -> block's name): one colour a block, and a rule between two. Raises ValueError
-    where two rows share a place.
-    """
+    `long` has intervals.RESULT_COLUMNS with one row a system and panel, else ValueError: filter metric and setting
+    first (the axis is named after them). `xlabel` names it for differences, which get a line at 0. `blocks` says which
+    systems belong together (system -> block's name): one colour a block, and a rule between two."""
     metrics = " / ".join(dict.fromkeys(long["metric"]))
     if long.duplicated(["system", by]).any():
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
-    names = list(dict.fromkeys(blocks[s] for s in systems)) if blocks is not None else []
+    block = [blocks[s] if blocks else s for s in systems]
+    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(dict.fromkeys(block))}
     diamond = {"marker": "D", "markerfacecolor": "white", "markeredgecolor": "#666666", "markersize": 4}
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
-    fig, axes = plt.subplots(
-        down, across, figsize=(width, down * (0.75 + 0.22 * len(systems))), sharey=True, sharex=True, squeeze=False
-    )
+    size = (width, down * (0.75 + 0.22 * len(systems)))
+    fig, axes = plt.subplots(down, across, figsize=size, sharey=True, sharex=True, squeeze=False)
     for ax, panel in zip(axes.flat, panels, strict=False):
         part = long[long[by] == panel].set_index("system").reindex(systems)
         for y, (_, row) in enumerate(part.iterrows()):
-            colour = PALETTE[(y if blocks is None else names.index(blocks[systems[y]])) % len(PALETTE)]
-            if blocks is not None and y and blocks[systems[y]] != blocks[systems[y - 1]]:
+            if blocks and y and block[y] != block[y - 1]:
                 ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
-            ax.plot([row["low"], row["high"]], [y, y], color=colour)
-            ax.plot(row["ours"], y, "o", color=colour, markersize=4)
+            ax.plot([row["low"], row["high"]], [y, y], color=colours[block[y]])
+            ax.plot(row["ours"], y, "o", color=colours[block[y]], markersize=4)
             ax.plot(row["paper"], y, linestyle="", **diamond)
         if xlabel:
             ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
@@ -99,7 +83,7 @@ def dot_interval_plot(
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
-    labels = {"ours, 95% interval": "#333333"} if blocks is None else dict(zip(names, PALETTE, strict=False))
+    labels = colours if blocks else {"ours, 95% interval": "#333333"}
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
         shown.append(plt.Line2D([], [], linestyle="", label="paper", **diamond))
@@ -107,20 +91,17 @@ def dot_interval_plot(
     return fig
 
 
-def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> Figure:
+def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int) -> Figure:
     """Loss against the step for each name of `histories`: frames with `step` and `loss` (trainer.train_stage's curve).
 
-    `smooth` > 1 draws a running mean of that many logged values over the faint raw curve. A `learning_rate` column
-    goes to a second panel.
-    """
+    A running mean of `smooth` logged values lies over the faint raw curve. A `learning_rate` goes to a second panel."""
     rates = any("learning_rate" in history for history in histories.values())
     size, heights = (SINGLE_COLUMN, 2.2 + 0.8 * rates), [3, 1] if rates else [1]
     fig, axes = plt.subplots(1 + rates, 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     loss_axis: Axes = axes[0, 0]
     for i, (name, history) in enumerate(histories.items()):
         colour = PALETTE[i % len(PALETTE)]
-        if smooth > 1:
-            loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
+        loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
         running = history["loss"].rolling(smooth, min_periods=1, center=True).mean()
         loss_axis.plot(history["step"], running, color=colour, label=name)
         if "learning_rate" in history:
@@ -135,7 +116,7 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int = 1) -> F
     return fig
 
 
-def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: bool = False) -> Figure:
+def counts_bar_plot(counts: pd.DataFrame, ylabel: str, share: bool = False) -> Figure:
     """Stacked bars: one bar an index entry, one colour a column, the totals above; `share` draws parts of 100%."""
     values = 100 * counts.div(counts.sum(axis=1), axis=0) if share else counts
     fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.4))
@@ -149,7 +130,6 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, xlabel: str = "", share: 
         ax.annotate(f"{total:,.0f}", (x, top), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7)
     ax.set_xticks(positions, [str(label) for label in counts.index])
     ax.set_ylabel(ylabel)
-    ax.set_xlabel(xlabel)
     ax.grid(axis="x", visible=False)
     if len(counts.columns) > 1:
         fig.legend(loc="outside right center", reverse=True)

@@ -18,45 +18,37 @@ from drehr_utils.training.encoders import describe_device
 
 @dataclass(frozen=True)
 class Record:
-    """A CSV table that grows by a group of rows at a time; `keys` are the columns that tell the groups apart.
+    """A CSV table that grows by a group of rows at a time.
 
     It lies in data/, committed, for a profile whose results are; another profile's lies in its cache."""
 
     name: str
-    keys: tuple[str, ...]
 
     def path(self, profile: Profile) -> Path:
         return (ROOT / "data" if profile.in_place else profile.cache) / self.name
 
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)
-        return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=self.keys)
+        return pd.read_csv(path) if path.exists() else pd.DataFrame()
 
     def add(
-        self,
-        profile: Profile,
-        key: dict[str, str | int | float],
-        make: Callable[[], pd.DataFrame],
-        remake: bool = False,
+        self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False
     ) -> bool:
         """Adds `make()`'s rows, to 4 decimals, with `key`, minutes, date and machine; whether it made them.
 
-        `key` holds `keys` and what else must be the same, the digest of what makes the rows. Rows with this key stay as
-        they are (`remake`: are replaced); rows with the same `keys` alone are out of date and are replaced."""
+        `key`, columns with their values, tells the groups of rows apart; rows with this key stay as they are (`remake`:
+        are replaced)."""
         done = self.read(profile)
-        same = done[list(key)] == pd.Series(dict(key)) if len(done) else pd.DataFrame(columns=list(key), dtype=bool)
-        if same.all(axis=1).any() and not remake:
+        same = (done[list(key)] == pd.Series(key)).all(axis=1) if len(done) else pd.Series(dtype=bool)
+        if same.any() and not remake:
             return False
         begun = time.time()
         rows = make().round(4)
-        about = {
-            "minutes": round((time.time() - begun) / 60, 1),
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{platform.machine()}, {describe_device()}",
-        }
-        rows = pd.DataFrame(dict(key), index=rows.index).join(rows).assign(**about)
-        kept = done[~same[list(self.keys)].all(axis=1)]
+        minutes = round((time.time() - begun) / 60, 1)
+        date, machine = datetime.date.today().isoformat(), f"{platform.machine()}, {describe_device()}"
+        rows = pd.DataFrame(key, index=rows.index).join(rows).assign(minutes=minutes, date=date, machine=machine)
+        kept = done[~same]
         table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
         files.write_atomically(self.path(profile), table.to_csv(index=False).encode())
-        print(f"{self.name}: {', '.join(map(str, key.values()))} ({about['minutes']} min)", flush=True)
+        print(f"{self.name}: {', '.join(map(str, key.values()))} ({minutes} min)", flush=True)
         return True

@@ -29,9 +29,8 @@ KEYS = ["system", "setting", "group", "metric"]
 class Layout:
     """How a long form is laid out: key columns that name the rows and those that head the columns, outermost first.
 
-    DR.EHR's Table 4 is rows ("system",), columns ("setting", "metric"); its Table 5 rows ("system",), columns
-    ("group",); CliniQ's Table 4 rows ("system", "group"), columns ("metric",). Orders are those of first appearance.
-    """
+    DR.EHR's Table 4 is rows ("system",), columns ("setting", "metric"); CliniQ's Table 4 rows ("system", "group"),
+    columns ("metric",). Rows and columns keep the order in which they first appear."""
 
     rows: Sequence[str] = ("system",)
     columns: Sequence[str] = ("setting", "metric")
@@ -44,9 +43,7 @@ class Layout:
 def paper_figures(paper: str, table: int | str, path: Path = PAPERS) -> pd.DataFrame:
     """The published figures of a paper's table: `system, setting, group, metric, value` as in data/papers.csv.
 
-    Papers: `drehr`, `cliniq`, `kg`, `capr`, `radiology`. Raises DataError for a malformed file or a table that isn't
-    there.
-    """
+    Papers: `drehr`, `cliniq`, `kg`, `capr`, `radiology`. Raises DataError for a malformed file or a missing table."""
     text = pd.read_csv(path, dtype=str, keep_default_na=False)
     if list(text.columns) != PAPER_COLUMNS:
         raise DataError(f"{path.name}, row 1: not the header {', '.join(PAPER_COLUMNS)}; restore it")
@@ -66,19 +63,15 @@ def with_paper(
     """`long` with `paper` filled from `figures` (paper_figures) where system, setting, group and metric agree.
 
     `names` maps our systems to the paper's (`MiniLM (start)` to `bge-base-en-v1.5`). `append` adds the paper's systems
-    that have no row of ours, below, for the metrics that ours has.
-    """
+    that have no row of ours, below, for the metrics that ours has."""
     published = figures.set_index(KEYS)["value"]
     theirs = long["system"].replace(names or {})
     keys = pd.MultiIndex.from_arrays([theirs, *(long[key] for key in KEYS[1:])])
     filled = long.assign(paper=published.reindex(keys).to_numpy())
-    if not append:
-        return filled
     rest = figures[~figures["system"].isin(theirs) & figures["metric"].isin(long["metric"])]
-    if rest.empty:
+    if not append or rest.empty:
         return filled
-    missing = dict.fromkeys(["ours", "low", "high", "p"], np.nan)
-    rest = rest.rename(columns={"value": "paper"}).assign(**missing)
+    rest = rest.rename(columns={"value": "paper"}).assign(**dict.fromkeys(["ours", "low", "high", "p"], np.nan))
     return pd.concat([filled, rest.reindex(columns=filled.columns)], ignore_index=True)
 
 
@@ -86,29 +79,28 @@ def statistics_rows(statistics: pd.DataFrame, figures: pd.DataFrame) -> pd.DataF
     """positives.positive_statistics as a long form, with the figures of DR.EHR's Table 1 or 2 (paper_figures) beside.
 
     `sum` is in samples: the paper prints millions."""
+    blank = {"system": "", "setting": ""}
     ours = statistics.drop(columns="None").melt(id_vars="source", var_name="metric", value_name="ours")
+    ours = ours.rename(columns={"source": "group"}).assign(**blank, low=np.nan, high=np.nan, p=np.nan)
     published = figures.assign(
+        **blank,
         group=figures["group"].str.removeprefix("KG ").replace("all", "overall"),
         metric=figures["metric"].replace({"average": "Avg", "max": "Max", "sum (M)": "Sum"}),
         value=figures["value"].where(figures["metric"] != "sum (M)", figures["value"] * 1e6),
-    ).set_index(["group", "metric"])["value"]
-    paper = published.reindex(pd.MultiIndex.from_frame(ours[["source", "metric"]])).to_numpy()
-    blank = dict.fromkeys(["low", "high", "p"], np.nan)
-    return ours.rename(columns={"source": "group"}).assign(system="", setting="", paper=paper, **blank)[RESULT_COLUMNS]
+    )
+    return with_paper(ours, published, append=False)[RESULT_COLUMNS]
 
 
 def save_table(long: pd.DataFrame, name: str, layout: Layout | None = None, folder: Path = FOLDER) -> pd.DataFrame:
     """Write `<name>.csv`, `.md` and `.tex` in `folder`, the same bytes for the same input; returns the printed cells.
 
-    Raises ValueError where a column of the long form is missing or two of its rows share a cell of the table.
-    """
+    Raises ValueError where a column of the long form is missing or two of its rows share a cell of the table."""
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    table = long.reindex(columns=[*RESULT_COLUMNS, "budget"]).round(4)
-    (folder / f"{name}.csv").write_bytes(table.to_csv(index=False, lineterminator="\n").encode())
-    (folder / f"{name}.md").write_bytes(_markdown(_grid(long, layout, _MARKDOWN), layout).encode())
-    (folder / f"{name}.tex").write_bytes(_latex(_grid(long, layout, _LATEX), layout, name).encode())
+    table = long.reindex(columns=[*RESULT_COLUMNS, "budget"]).round(4).to_csv(index=False, lineterminator="\n")
+    for kind, text in (("csv", table), ("md", _markdown(long, layout)), ("tex", _latex(long, layout, name))):
+        (folder / f"{name}.{kind}").write_bytes(text.encode())
     return cells
 
 
@@ -117,26 +109,17 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.exists():
         raise DataError(f"{path.name}: no such table; run the notebook that makes it")
-    table = pd.read_csv(
-        path,
-        dtype=dict.fromkeys(KEYS, str),
-        keep_default_na=False,
-        na_values={column: [""] for column in [*RESULT_COLUMNS, "budget"] if column not in KEYS},
-    )
-    missing = [column for column in RESULT_COLUMNS if column not in table]
-    if missing:
+    numbers = [column for column in [*RESULT_COLUMNS, "budget"] if column not in KEYS]
+    blank = dict.fromkeys(numbers, [""])  # only numbers may be missing: a blank setting is a setting
+    table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False, na_values=blank)
+    if missing := [column for column in RESULT_COLUMNS if column not in table]:
         raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; run the notebook that makes it again")
     return table
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:
     """The printed cells as a frame for a notebook: the layout's rows and columns, plain text, nothing bold."""
-    grid = _grid(long, layout or Layout(), _PLAIN)
-    for axis in ("index", "columns"):
-        labels = getattr(grid, axis)
-        if labels.nlevels == 1:
-            grid = grid.set_axis(labels.get_level_values(0), axis=axis)
-    return grid
+    return _grid(long, layout or Layout(), _PLAIN)
 
 
 @dataclass(frozen=True)
@@ -167,52 +150,44 @@ _LATEX = _Flavour(none="--", star="$^{*}$", bold="\\textbf{{{}}}")
 
 
 def _grid(long: pd.DataFrame, layout: Layout, flavour: _Flavour) -> pd.DataFrame:
-    missing = [column for column in RESULT_COLUMNS if column not in long]
-    if missing:
+    if missing := [column for column in RESULT_COLUMNS if column not in long]:
         raise ValueError(f"the long form lacks the column {missing[0]}; it needs {', '.join(RESULT_COLUMNS)}")
-    keys = [*layout.rows, *layout.columns]
-    double = long.duplicated(keys)
+    rows, columns = list(layout.rows), list(layout.columns)
+    double = long.duplicated(rows + columns)
     if double.any():
-        raise ValueError(
-            f"two rows of the long form for {dict(long.loc[double, keys].iloc[0])}; lay out more keys or "
-            "choose rows first"
-        )
+        at = dict(long.loc[double, rows + columns].iloc[0])
+        raise ValueError(f"two rows of the long form for {at}; lay out more keys or choose rows first")
     both = bool(long["paper"].notna().any())
-    long = long.reset_index(drop=True)
     rivals = long.groupby(KEYS[1:], sort=False)["ours"]
     best = rivals.transform("max").where(rivals.transform("count") > 1)
     bold = layout.bold & (long["ours"].round(layout.decimals) == best.round(layout.decimals))
-    # Rows and columns keep the order in which they first appear.
-    rows, columns = (
-        list(dict.fromkeys(long[list(by)].itertuples(index=False, name=None))) for by in (layout.rows, layout.columns)
-    )
-    printed = {
-        (tuple(row[list(layout.rows)]), tuple(row[list(layout.columns)])): flavour.cell(
-            row, layout.decimals, both, bool(bold[at])
-        )
-        for at, row in long.iterrows()
-    }
-
-    def index(values: list[tuple], names: Sequence[str]) -> pd.MultiIndex:
-        shown = [[layout.labels.get(part, part) for part in parts] for parts in zip(*values, strict=True)]
-        return pd.MultiIndex.from_arrays(shown, names=list(names))
-
-    return pd.DataFrame(
-        [[printed.get((row, column), "") for column in columns] for row in rows],
-        index=index(rows, layout.rows),
-        columns=index(columns, layout.columns),
-    )
+    cells = [
+        flavour.cell(row, layout.decimals, both, is_best)
+        for (_, row), is_best in zip(long.iterrows(), bold, strict=True)
+    ]
+    sides = [pd.MultiIndex.from_frame(long[names]) for names in (rows, columns)]
+    row, column = (side.unique() for side in sides)
+    grid = np.full((len(row), len(column)), "", dtype=object)
+    grid[row.get_indexer(sides[0]), column.get_indexer(sides[1])] = cells
+    table = pd.DataFrame(grid.tolist(), row, column).rename(index=layout.labels, columns=layout.labels)
+    for axis, names in (("index", rows), ("columns", columns)):
+        if len(names) == 1:
+            table = table.set_axis(getattr(table, axis).get_level_values(0), axis=axis)
+    return table
 
 
-def _head(layout: Layout) -> list[str]:
-    return [layout.labels.get(name, name.capitalize()) for name in layout.rows]
+def _with_heads(grid: pd.DataFrame, layout: Layout) -> pd.DataFrame:
+    """The grid with the rows' names as columns in front, named beside the last of the columns' levels."""
+    heads = [layout.labels.get(name, name.capitalize()) for name in layout.rows]
+    return grid.reset_index(names=heads, col_level=-1)
 
 
-def _markdown(grid: pd.DataFrame, layout: Layout) -> str:
-    head = _head(layout) + [" ".join(part for part in column if part) for column in grid.columns]
-    body = [[*row, *cells] for row, cells in zip(grid.index, grid.to_numpy(), strict=True)]
-    lines = [head, ["---"] * len(layout.rows) + ["---:"] * len(grid.columns), *body]
-    text = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+def _markdown(long: pd.DataFrame, layout: Layout) -> str:
+    table = _with_heads(_grid(long, layout, _MARKDOWN), layout)
+    head = [column if isinstance(column, str) else " ".join(filter(None, column)) for column in table]
+    rule = ["---"] * len(layout.rows) + ["---:"] * (len(head) - len(layout.rows))
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (head, rule, *table.to_numpy())]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"{layout.caption}\n\n{text}" if layout.caption else text
 
 
@@ -221,23 +196,15 @@ def _escape(text: str) -> str:
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in str(text))
 
 
-def _latex(grid: pd.DataFrame, layout: Layout, name: str) -> str:
-    keys = len(layout.rows)
-    names = [[[_escape(part) for part in row] for row in side] for side in (grid.index, grid.columns)]
-    for i in range(len(names[0]) - 1, 0, -1):
-        # A system's name is printed once for its group of rows, as the papers do.
-        if keys > 1 and names[0][i][0] == names[0][i - 1][0]:
-            names[0][i][0] = ""
-    above = [""] * (len(layout.columns) - 1)
-    header = [(*above, _escape(label)) for label in _head(layout)] + [tuple(column) for column in names[1]]
-    body = [[*row, *cells] for row, cells in zip(names[0], grid.to_numpy(), strict=True)]
-    # pandas prints a MultiIndex of one level as tuples.
-    levels = [list(level) for level in zip(*header, strict=True)]
-    table = pd.DataFrame(body, columns=levels[0] if len(levels) == 1 else pd.MultiIndex.from_arrays(levels))
+def _latex(long: pd.DataFrame, layout: Layout, name: str) -> str:
+    keys, grid = len(layout.rows), _grid(long, layout, _LATEX)
+    table = _with_heads(grid.rename(index=_escape), layout).rename(columns=_escape)
+    if keys > 1:  # a system's name is printed once for its group of rows, as the papers do
+        table.iloc[:, 0] = table.iloc[:, 0].where(table.iloc[:, 0] != table.iloc[:, 0].shift(), "")
     captioned = {"caption": _escape(layout.caption), "label": f"tab:{name}", "position_float": "centering"}
     return table.style.hide(axis="index").to_latex(
         hrules=True,
-        column_format="l" * keys + "r" * len(names[1]),
+        column_format="l" * keys + "r" * grid.shape[1],
         multicol_align="c",
         **(captioned if layout.caption else {}),
     )

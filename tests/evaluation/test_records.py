@@ -8,7 +8,7 @@ import pytest
 from drehr_utils.evaluation.records import Record
 from drehr_utils.profiles import load_profile
 
-TOY = Record("toy.csv", ("name", "share"))
+TOY = Record("toy.csv")
 
 
 @pytest.fixture
@@ -24,16 +24,15 @@ def rows(value):
 
 
 def test_rows_stay_go_on_and_are_replaced(smoke, capsys):
-    key = {"name": "a", "share": 1.0, "recipe": "abc"}
+    key = {"name": "a", "share": 1.0}
     assert TOY.add(smoke, key, rows(1)) and not TOY.add(smoke, key, rows(2))
     assert TOY.add(smoke, key | {"share": 0.5}, rows(3))
     assert TOY.read(smoke)[["share", "ours"]].to_numpy().tolist() == [[1, 1], [1, 1.2346], [0.5, 3], [0.5, 1.2346]]
     before = TOY.path(smoke).read_text().splitlines()
     assert TOY.add(smoke, key, rows(4), remake=True)
     assert TOY.path(smoke).read_text().splitlines()[1:3] == before[3:5]  # the other rows, byte for byte
-    assert TOY.add(smoke, key | {"recipe": "new"}, rows(5))  # another recipe of that name: the old rows go
     record = TOY.read(smoke)
-    assert len(record) == 4 and set(record["recipe"]) == {"abc", "new"} and record["ours"].max() == 5
+    assert len(record) == 4 and record["ours"].max() == 4
 
 
 def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):

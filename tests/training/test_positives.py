@@ -87,13 +87,13 @@ def test_stage1_sets_are_disjoint_by_source_seeded_and_independent_of_other_chun
         Chunk("n_2", "n", "oa"),
     ]
     abbreviations = {"n_2": [("oa", "osteoarthritis")]}
-    sets = stage1_positives(chunks, graph, matcher, abbreviations, seed=1, progress=False)
+    sets = stage1_positives(chunks, graph, matcher, abbreviations, seed=1)
     first = sets.samples(0)
     assert [t for s, t in first if s == "string match"] == ["knee osteoarthritis", "advil"]
     assert len({t for _, t in first}) == len(first)
     assert sets.of(1) == [] and sets.of(2, ["string match", "abbreviation"]) == ["oa", "osteoarthritis"]
     assert any(s == "related" for s, _ in sets.samples(2))  # the reduced abbreviation is expanded
-    alone = stage1_positives(chunks[2:], graph, matcher, abbreviations, seed=1, progress=False)
+    alone = stage1_positives(chunks[2:], graph, matcher, abbreviations, seed=1)
     assert alone.samples(0) == sets.samples(2)
     counts = positive_statistics(sets).set_index("source")
     assert counts.loc["overall", "Sum"] == counts.drop("overall")["Sum"].sum()

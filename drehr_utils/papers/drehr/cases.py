@@ -7,26 +7,21 @@ most between two systems, and likewise the one that lost most.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from sentence_transformers import SentenceTransformer
 
-from drehr_utils.data.benchmark import Benchmark, single_patient_tasks
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.evaluation.metrics import rankings
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
-from drehr_utils.search.fusion import rank, tie_keys
-from drehr_utils.training import encoders
 
 SHORT_WORDS = 4  # a relevant span of more words is no case
-KEYS = ["query_id", "chunk_id", "match_type"]
 
 
-def relevant_span(
-    query: str, text: str, match_type: str, kg: KnowledgeGraph, matcher: EntityMatcher, max_words: int = SHORT_WORDS
-) -> slice | None:
-    """Where `text` first has words that explain the judgment, as far as the graph can tell; None where it can't.
+def relevant_span(query: str, text: str, match_type: str, kg: KnowledgeGraph, matcher: EntityMatcher) -> slice | None:
+    """Where `text` first has words, SHORT_WORDS at most, that explain the judgment, as far as the graph can tell.
 
     String: the query itself. Synonym and abbreviation: another name of a concept that the query names, one that the
     graph has for an abbreviation or not; either where it doesn't say which of the concept's names are. Hyponym: a name
@@ -34,7 +29,7 @@ def relevant_span(
     query's, in either direction. Both texts are lower-case."""
     if match_type == "string":
         found = re.search(rf"(?<!\w){re.escape(query)}(?!\w)", text)
-        return slice(*found.span()) if found and len(query.split()) <= max_words else None
+        return slice(*found.span()) if found and len(query.split()) <= SHORT_WORDS else None
     asked = set(kg.cuis(query))
     below = {narrow for cui in asked for narrow in kg.hyponyms(cui)}
     below |= {narrow for cui in below for narrow in kg.hyponyms(cui)}
@@ -48,7 +43,7 @@ def relevant_span(
             "hyponym": bool(named & below) and not named & asked,
             "implication": bool(named & joined or asked & {o for cui in named for _, o in kg.related(cui)}),
         }[match_type]
-        if explains and match.term != query and len(match.term.split()) <= max_words:
+        if explains and match.term != query and len(match.term.split()) <= SHORT_WORDS:
             return slice(match.start, match.end)
     return None
 
@@ -57,31 +52,13 @@ def judged_ranks(benchmark: Benchmark, scores: Mapping[str, np.ndarray], match_t
     """Every judgment of a match type with its chunk's rank under each system, 1 the best.
 
     The pool is the patient's chunks without those relevant by another type, as Table 7 has it; `pool` is its size."""
-    columns = {chunk_id: column for column, chunk_id in enumerate(benchmark.corpus)}
-    rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
-    ties = tie_keys(benchmark.queries, benchmark.corpus)
     found = []
-    for task in single_patient_tasks(benchmark, match_type):
-        row, pool = rows[task.query_id], np.array([columns[chunk_id] for chunk_id in task.chunk_ids])
-        places = {}
-        for system, matrix in scores.items():
-            order = rank(matrix[row, pool], ties[row, pool])
-            places[system] = {task.chunk_ids[i]: place for place, i in enumerate(order, start=1)}
-        for chunk_id in task.relevant:
-            ranks = {system: place[chunk_id] for system, place in places.items()}
-            found.append({"query_id": task.query_id, "chunk_id": chunk_id, "pool": len(pool), **ranks})
+    by_system = [rankings(benchmark, matrix, "single", match_type) for matrix in scores.values()]
+    for searches in zip(*by_system, strict=True):
+        query_id, pool, relevant = searches[0].query_id, len(searches[0].chunk_ids), searches[0].relevant
+        places = [{chunk_id: i for i, chunk_id in enumerate(search.chunk_ids, start=1)} for search in searches]
+        found += [(query_id, chunk_id, pool, *(place[chunk_id] for place in places)) for chunk_id in relevant]
     return pd.DataFrame(found, columns=["query_id", "chunk_id", "pool", *scores]).assign(match_type=match_type)
-
-
-def with_spans(judged: pd.DataFrame, benchmark: Benchmark, kg: KnowledgeGraph, matcher: EntityMatcher) -> pd.DataFrame:
-    """`judged` with `start` and `end` of the relevant span; judgments without a short one are left out."""
-    spans = [
-        relevant_span(benchmark.queries[q].lower(), benchmark.corpus[c], kind, kg, matcher)
-        for q, c, kind in judged[KEYS].itertuples(index=False)
-    ]
-    kept = np.array([span is not None for span in spans], dtype=bool)
-    places = [(span.start, span.stop) for span in spans if span is not None]
-    return judged[kept].assign(start=[s for s, _ in places], end=[e for _, e in places])
 
 
 def largest_change(judged: pd.DataFrame, before: str, after: str, losses: bool = False) -> pd.Series | None:
@@ -92,24 +69,3 @@ def largest_change(judged: pd.DataFrame, before: str, after: str, losses: bool =
     then = judged[before] if losses else judged[after]
     order = judged.assign(_gain=-gain, _then=then).sort_values(["_gain", "_then", "query_id", "chunk_id"])
     return judged.loc[order.index[0]] if order["_gain"].iloc[0] < 0 else None
-
-
-def span_cosines(cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer]) -> pd.DataFrame:
-    """Cosine of query and relevant span, a row a case and a column a model (Table 7's second figure)."""
-    spans = [benchmark.corpus[c][s:e] for c, s, e in cases[["chunk_id", "start", "end"]].itertuples(index=False)]
-    queries = [benchmark.queries[q] for q in cases["query_id"]]
-    found = {s: (encoders.encode(m, queries) * encoders.encode(m, spans)).sum(axis=1) for s, m in models.items()}
-    return pd.DataFrame(found, index=cases.index)
-
-
-def span_percentiles(
-    cases: pd.DataFrame, benchmark: Benchmark, models: Mapping[str, SentenceTransformer], others: Sequence[str]
-) -> pd.DataFrame:
-    """How many of `others`, relevant spans of any judgments, are less similar to a case's query than its own span, in
-    percent: what span_cosines can't say where training has moved all cosines up. A row a case, a column a model."""
-    own, queries = span_cosines(cases, benchmark, models), [benchmark.queries[q] for q in cases["query_id"]]
-    below = {}
-    for system, model in models.items():
-        cosines = encoders.encode(model, queries) @ encoders.encode(model, list(others)).T
-        below[system] = 100 * (cosines < own[[system]].to_numpy()).mean(axis=1)
-    return pd.DataFrame(below, index=cases.index)

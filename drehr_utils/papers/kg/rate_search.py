@@ -24,7 +24,7 @@ from drehr_utils.papers.kg import linking, systems
 from drehr_utils.papers.kg.tasks import Task
 from drehr_utils.profiles import Profile, load_profile
 
-RECORD = Record("kg_dev_search.csv", ("task", "config"))
+RECORD = Record("kg_dev_search.csv")
 CHOICES = {  # task -> learning rate, scale, mask_false_negatives; 3e-5 is the paper's rate
     systems.COMB: [
         (3e-5, 1.0, False),
