@@ -6,7 +6,7 @@ CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 usage() {
   cat <<'USAGE'
-Usage: ./run_all.sh [options]             run the notebooks in order, and show where each result went
+Usage: ./run_all.sh [options]             run the notebooks, and show where each result went
        ./run_all.sh test [pytest args]    run the tests
 
 Options:
@@ -17,6 +17,9 @@ Options:
                                or the path of a .toml file: a profile of your own, see CONTRIBUTING.md
   --from NN                    start at notebook NN, for example --from 05
   --only NN[,NN...]            run these notebooks only, for example --only 08 or --only 08,09
+  --jobs N                     notebooks at a time, each with its share of the cores: 2 unless said otherwise, 1 where there
+                               are less than 16 GB of memory
+  --public                     first fetch the public data sets that aren't ours to pass on, and print their licences
   --fresh                      first delete data/cache/<profile>, except a language model's answers in its folder llm
   --yes                        confirm --fresh under a protected profile
   -h, --help                   print this

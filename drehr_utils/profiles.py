@@ -43,6 +43,7 @@ class Profile:
     short: bool = False  # its trainings are too short for a verdict: rows say so, beside the records of `full`
     recorded: bool = False  # the models that it trains are committed as records, in data/runs
     protected: bool = False  # text under a data use agreement: no message quotes it, DREHR_* variables place the data
+    lanes: int = 1  # notebooks that run at a time
     offline: bool = True  # models come from packages and folders, no hub is asked
     notes: Path = ROOT / "data/open_notes"  # MIMIC-IV-Note's or MIMIC-III's tables
     benchmark: Path = ROOT / "data/open_cliniq"  # BEIR layout, folders dev/ and test/
@@ -154,6 +155,7 @@ _MLM = TripletConfig(learning_rate=5e-5, epochs=5)
 _OPEN = Profile(
     name="open",
     in_place=True,
+    lanes=2,
     short=True,
     published=Recipe(
         stage1=StageConfig(positives_per_chunk=32, batch_size=32, epochs=1),

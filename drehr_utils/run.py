@@ -12,9 +12,12 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ _CELL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
 _INJECTED = "injected-parameters"
 _ERROR_MARKER = "papermill-error-cell-tag"
 _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
+_TRAINING, _READ_ITS_MODELS = "05", ("08", "09", "10", "11", "14")  # beside it these would only wait for its models
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Place:
     root: Path
     profile: Profile
     asked: str = "open"  # the profile's name or its file, as notebooks are told it
+    lanes: int = 1  # notebooks at a time; each has its share of the cores
 
     @property
     def notebooks(self) -> Path:
@@ -46,6 +51,9 @@ class Place:
     @property
     def cache(self) -> Path:
         return self.root / "data/cache" / self.profile.name
+
+    def log(self, notebook: Path) -> Path:
+        return self.cache / "logs" / f"{notebook.stem}.log"
 
     def show(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -134,18 +142,23 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
     """What the notebooks' kernel has beside this process's own environment."""
     package_parent = str(Path(__file__).resolve().parents[1])
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if place.profile.offline else {}
-    return offline | {
-        "DREHR_PROFILE": place.asked,
-        "DREHR_ROOT": str(place.root),
-        # The notebooks must use the package that lies beside them, installed or not.
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
-        "PYTHONHASHSEED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        # A reader's own IPython start-up files would otherwise run first.
-        "IPYTHONDIR": ipython,
-        # tqdm asks for ipywidgets; plain text bars are what is wanted here.
-        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
-    }
+    share = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // place.lanes)} if place.lanes > 1 else {}
+    return (
+        offline
+        | share
+        | {
+            "DREHR_PROFILE": place.asked,
+            "DREHR_ROOT": str(place.root),
+            # The notebooks must use the package that lies beside them, installed or not.
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
+            "PYTHONHASHSEED": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            # A reader's own IPython start-up files would otherwise run first.
+            "IPYTHONDIR": ipython,
+            # tqdm asks for ipywidgets; plain text bars are what is wanted here.
+            "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
+        }
+    )
 
 
 def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
@@ -161,11 +174,11 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
     from jupyter_client.kernelspec import KernelSpec
 
     running, failed = place.cache / "running" / notebook.name, place.cache / "failed" / notebook.name
-    for stale in (running, failed):
+    for stale in (running, failed, place.log(notebook)):
         stale.parent.mkdir(parents=True, exist_ok=True)
         stale.unlink(missing_ok=True)
     source = notebook.read_bytes()
-    with tempfile.TemporaryDirectory(prefix="drehr_ipython_") as ipython, open(place.cache / "kernel.log", "wb") as log:
+    with tempfile.TemporaryDirectory(prefix="drehr_ipython_") as ipython, open(place.log(notebook), "wb") as log:
 
         class Kernel(AsyncKernelManager):
             """This interpreter, whatever is installed as `python3`; keeps patient text off the terminal, where compiled
@@ -214,7 +227,7 @@ def _report(place: Place, notebook: Path, error: Exception) -> str:
     A kernel that died leaves no error in any cell, but papermill starts no cell after one that fails."""
     import nbformat
 
-    copy, log = place.cache / "failed" / notebook.name, place.cache / "kernel.log"
+    copy, log = place.cache / "failed" / notebook.name, place.log(notebook)
     where, line, more = place.show(notebook), "", ""
     if copy.exists():
         more = f"\nThe notebook up to there: {place.show(copy)}"
@@ -245,6 +258,12 @@ def _parser() -> argparse.ArgumentParser:
     some.add_argument("--from", dest="start", metavar="NN", help="start at this notebook, for example 05")
     some.add_argument("--only", metavar="NN[,NN...]", help="run these notebooks only, for example 08 or 08,09")
     fresh = "first delete data/cache/<profile>, except a language model's answers in its folder llm, always kept"
+    parser.add_argument("--jobs", type=int, metavar="N", help="notebooks at a time, each with its share of the cores; "
+                        "1 where memory is short (default: the profile's, 2 for open)")  # fmt: skip
+    public = (
+        "first fetch the public data sets that aren't ours to pass on, licences printed (drehr_utils.data.public_data)"
+    )
+    parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--fresh", action="store_true", help=fresh)
     parser.add_argument("--yes", action="store_true", help="confirm --fresh under a protected profile, such as mimic")
     return parser
@@ -276,7 +295,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         parser.error(str(error))
     asked = str(Path(args.profile).absolute()) if args.profile.endswith(".toml") else args.profile
-    place = Place(files.project_root(), profile, asked)
+    lanes = max(1, min(args.jobs or profile.lanes, os.cpu_count() or 1))
+    place = Place(files.project_root(), profile, asked, lanes)
+    if args.public:
+        from drehr_utils.data import public_data
+
+        if public_data.main([]):
+            return 1
     notebooks = _choose(parser, place, args.start, args.only)
     try:
         with artifacts.lock(place.cache / "run.lock", f"./run_all.sh --profile {profile.name}", wait=False):
@@ -295,21 +320,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(place: Place, notebooks: Sequence[Path]) -> int:
+    began, n = time.monotonic(), len(notebooks)
+    failed = _in_order(place, notebooks) if min(place.lanes, n) == 1 else _in_lanes(place, notebooks)
+    if not failed:
+        print(f"total {time.monotonic() - began:.1f} s")
+    return int(failed)
+
+
+def _in_order(place: Place, notebooks: Sequence[Path]) -> bool:
+    """Runs one notebook after the other, up to the first that fails; returns whether one did."""
     terminal = sys.stdout.isatty()
-    began = time.monotonic()
     for number, notebook in enumerate(notebooks, start=1):
         label = f"[{number}/{len(notebooks)}] {notebook.stem} ..."
         # On a terminal papermill's bar, one step a cell, would land on an unfinished line.
         print(label, end="\n" if terminal else " ", flush=True)
-        notebook_began = time.monotonic()
+        began = time.monotonic()
         failure = execute(place, notebook, progress_bar=terminal)
-        took = f"{'failed after ' if failure else ''}{time.monotonic() - notebook_began:.1f} s"
+        took = f"{'failed after ' if failure else ''}{time.monotonic() - began:.1f} s"
         print(f"{label} {took}" if terminal else took, flush=True)
         if failure:
             print(failure, file=sys.stderr)
-            return 1
-    print(f"total {time.monotonic() - began:.1f} s")
-    return 0
+            return True
+    return False
+
+
+def _in_lanes(place: Place, notebooks: Sequence[Path]) -> bool:
+    """Runs `place.lanes` notebooks at a time, a process each; begins no other after one that fails. What two of them
+    need is made once: the cache's locks let one wait for the other."""
+    waiting, running, failed = list(notebooks), {}, False
+    with ProcessPoolExecutor(place.lanes, mp_context=get_context("spawn")) as pool:
+        while running or (waiting and not failed):
+            unfinished = {notebook.name[:2] for notebook in (*waiting, *running.values())}
+            ready = [n for n in waiting if not (_TRAINING in unfinished and n.name[:2] in _READ_ITS_MODELS)]
+            for notebook in ready[: 0 if failed else place.lanes - len(running)]:
+                running[pool.submit(_in_lane, place, notebook)] = notebook
+                waiting.remove(notebook)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                notebook, (failure, took) = running.pop(future), future.result()
+                label = f"[{len(notebooks) - len(waiting) - len(running)}/{len(notebooks)}] {notebook.stem} ..."
+                print(f"{label} {'failed after ' if failure else ''}{took:.1f} s", flush=True)
+                if failure:
+                    print(failure, file=sys.stderr)
+                    failed = True
+    return failed
+
+
+def _in_lane(place: Place, notebook: Path) -> tuple[str | None, float]:
+    parent, began = os.getppid(), time.monotonic()
+
+    def end_with_the_run() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)  # the run was killed, and its lock is free
+
+    threading.Thread(target=end_with_the_run, daemon=True).start()
+    return execute(place, notebook, progress_bar=False), time.monotonic() - began
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -54,8 +55,8 @@ def test_runs_in_order_from_and_only(project, capsys):
     for name in ("02_last", "00_first", "01_middle"):
         write_notebook(project, name, log_cell(project, name))
     (project / "notebooks" / "draft.ipynb").write_text("not a notebook of the series")
-    assert run.main(["--profile", "smoke", "--from", "1"]) == 0
-    assert run.main(["--profile", "smoke", "--only", "02,00"]) == 0
+    assert run.main(["--profile", "smoke", "--from", "1", "--jobs", "1"]) == 0
+    assert run.main(["--profile", "smoke", "--only", "02,00", "--jobs", "1"]) == 0
     order = (project / "order").read_text().splitlines()
     assert order == ["01_middle smoke", "02_last smoke", "00_first smoke", "02_last smoke"]
     out = capsys.readouterr().out
@@ -113,7 +114,7 @@ def test_a_failing_notebook_stays_as_it_was(project, capsys):
     bad = write_notebook(project, "01_bad", "x = 1", f"\nvalues = dict(a=x)\nvalues[{str(project / 'b')!r}]")
     never = write_notebook(project, "02_never", "x = 1")
     before = bad.read_bytes(), never.read_bytes()
-    assert run.main([]) == 1
+    assert run.main(["--jobs", "1"]) == 1
     assert (bad.read_bytes(), never.read_bytes()) == before
     assert "ran" in outputs(good)
     captured = capsys.readouterr()
@@ -131,6 +132,27 @@ def test_a_failing_notebook_stays_as_it_was(project, capsys):
     assert run.main(["--only", "1"]) == 0
     assert not (project / "data/cache/open/failed/01_bad.ipynb").exists()
     assert sorted(path.name for path in bad.parent.iterdir()) == ["00_good.ipynb", "01_bad.ipynb", "02_never.ipynb"]
+
+
+def test_two_lanes_run_two_notebooks_at_a_time_and_those_that_read_models_after_they_are_made(project, capfd):
+    """00 and 05 wait for each other's file; 06 fails, so that 12 isn't begun."""
+    meet = "open({own!r}, 'w')\nimport os, time\nwhile not os.path.exists({other!r}):\n    time.sleep(0.05)"
+    files = {name: str(project / name) for name in ("00", "05")}
+    write_notebook(project, "00_a", meet.format(own=files["00"], other=files["05"]), log_cell(project, "00"))
+    threads = "import os\nprint(os.environ['OMP_NUM_THREADS'])"
+    write_notebook(project, "05_t", meet.format(own=files["05"], other=files["00"]), threads, log_cell(project, "05"))
+    write_notebook(project, "08_reads", log_cell(project, "08"))
+    assert run.main(["--jobs", "2"]) == 0
+    assert (project / "order").read_text().splitlines()[-1] == "08 open"
+    assert f'"{(os.cpu_count() or 1) // 2}\\n"' in outputs(project / "notebooks/05_t.ipynb")
+    assert re.search(r"\[3/3\] 08_reads \.\.\. [\d.]+ s\ntotal", capfd.readouterr().out)
+    write_notebook(project, "06_bad", "1 / 0")
+    write_notebook(project, "07_long", "import time\ntime.sleep(15)")
+    never = write_notebook(project, "12_never", "x = 1")
+    assert run.main(["--jobs", "2", "--only", "06,07,12"]) == 1
+    printed = capfd.readouterr()
+    assert "06_bad.ipynb, cell 3 failed:\n  1 / 0\nZeroDivisionError" in printed.err
+    assert "07_long ... 1" in printed.out and "total" not in printed.out and outputs(never) == "[[], []]"
 
 
 def test_a_dying_kernel_and_an_edit_during_the_run(project, capsys):
@@ -162,7 +184,7 @@ def test_mimic_never_shows_patient_text(project, capfd):
     assert "data/cache/mimic/failed/00_notes.ipynb" in captured.err
     assert secret in outputs(project / "data/cache/mimic/failed/00_notes.ipynb")
     # Without encryption any local user may listen to a kernel; ipykernel says so when it starts.
-    assert "encryption" not in (project / "data/cache/mimic/kernel.log").read_text()
+    assert "encryption" not in (project / "data/cache/mimic/logs/00_notes.log").read_text()
     assert path.read_bytes() == before
 
 
@@ -199,6 +221,20 @@ def test_two_runs_at_once(project, capsys):
         first.kill()
     write_notebook(project, "00_a", "x = 1")
     assert run.main(["--profile", "smoke"]) == 0
+
+
+def test_a_killed_run_takes_its_lanes_along(project):
+    """Or they would go on writing results while the next run, which finds no lock, writes them too."""
+    for name in ("00_a", "01_b"):
+        write_notebook(project, name, f"open({str(project / name)!r}, 'w').write('x')\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-m", "drehr_utils.run", "--profile", "smoke", "--jobs", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
+        while not all((project / name).exists() for name in ("00_a", "01_b")) and first.poll() is None:
+            time.sleep(0.1)
+        children = psutil.Process(first.pid).children(recursive=True)
+        assert len(children) >= 4  # two lanes, two kernels
+        first.kill()
+    assert not psutil.wait_procs(children, timeout=20)[1]
 
 
 def test_a_profile_of_ones_own(project):
@@ -337,7 +373,7 @@ def test_run_all_help_needs_no_environment():
     assert done.returncode == 0 and not done.stderr
     own = subprocess.run([sys.executable, "-m", "drehr_utils.run", "-h"], capture_output=True, text=True, cwd=ROOT)
     options = set(re.findall(r"--[a-z]+", own.stdout))
-    assert options == {"--profile", "--from", "--only", "--fresh", "--yes", "--help"}
+    assert options == {"--profile", "--from", "--only", "--jobs", "--public", "--fresh", "--yes", "--help"}
     assert options <= set(re.findall(r"--[a-z]+", done.stdout))
     assert all(profile in text for profile in run.PROFILES for text in (own.stdout, done.stdout))
 
