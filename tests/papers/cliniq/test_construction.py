@@ -82,9 +82,18 @@ def test_kappa_worked_by_hand_and_against_scikit_learn():
         b = a ^ (rng.random(200) < 0.1)
         counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
         assert agreement.kappa(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
-    low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], Resampling(200))
-    assert low < cohen_kappa_score(a, b) < high
-    assert np.isnan(agreement.kappa_interval(a, b, ["one note"] * 200, Resampling())).all()
+
+
+def test_the_interval_of_kappa_draws_whole_notes():
+    rng = np.random.default_rng(0)
+    a = rng.random(200) < 0.3
+    b = a ^ (rng.random(200) < 0.1)
+    for notes, is_measured in ((range(200), True), ([0] * 200, False)):
+        pairs = [(f"q{i}", f"n{note // 10}_0") for i, note in enumerate(notes)]
+        judges = [{pair: "synonym" for pair, is_so in zip(pairs, judge, strict=True) if is_so} for judge in (a, b)]
+        row = agreement.agreement_rows("a with b", *judges, pairs, Resampling(200)).iloc[0]
+        assert row["ours"] == pytest.approx(100 * cohen_kappa_score(a, b))
+        assert (row["low"] < row["ours"] < row["high"]) == is_measured == (not np.isnan(row["low"]))
 
 
 def test_table1_against_counts_of_the_files():
