@@ -14,18 +14,10 @@ from drehr_utils.data.benchmark import QRELS_COLUMNS, Benchmark, Patient
 from drehr_utils.data.notes import Note, chunk_note, read_notes, read_splits
 from drehr_utils.errors import DataError
 from drehr_utils.files import write_atomically
-from drehr_utils.llm import servers, strict
-from drehr_utils.papers.cliniq import curation
+from drehr_utils.llm.servers import server_from_env
+from drehr_utils.papers.cliniq import curation, judging
 from drehr_utils.papers.cliniq.curation import CodedAdmissions, Curation
-from drehr_utils.papers.cliniq.judging import (
-    LABELS,
-    Pair,
-    Question,
-    judge,
-    judgment_questions,
-    own_pairs,
-    read_judgments,
-)
+from drehr_utils.papers.cliniq.judging import LABELS, Pair, own_pairs
 from drehr_utils.profiles import Profile
 
 JUDGMENT_STORE = "llm/judgments.sqlite"  # a language model's answers, so that a stopped run goes on
@@ -126,7 +118,7 @@ def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     """The recorded curation; without one, titles by rule and drugs by the language model, or by rule without one."""
     if profile.cliniq.recorded:
         return curation.read_curation(profile.benchmark / "query_curation.csv.gz")
-    server = servers.server_from_env()
+    server = server_from_env()
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
@@ -146,17 +138,10 @@ def profile_judgments(
     files = sorted(folder.glob("judge_*.tsv")) if chosen.recorded else []
     if files:
         files += [folder / "adjudicated.tsv"] if files[1:] else []
-        judges = {path.stem: read_judgments(path, draft, strings) for path in files}
+        judges = {path.stem: judging.read_judgments(path, draft, strings) for path in files}
         counts = {name: pd.Series(list(labels.values())).value_counts() for name, labels in judges.items()}
         counted = pd.DataFrame(counts).reindex(LABELS).fillna(0).astype(int).rename_axis("what")
         return list(judges.values()), counted
-    questions = judgment_questions(draft, strings, chosen)
-    judged = judge(draft, questions, chosen, server=servers.server_from_env(), store=profile.cache / JUDGMENT_STORE)
+    questions = judging.judgment_questions(draft, strings, chosen)
+    judged = judging.judge(draft, questions, chosen, server=server_from_env(), store=profile.cache / JUDGMENT_STORE)
     return [judged.labels], judged.frame().set_index("what")
-
-
-def unanswered_questions(profile: Profile, questions: Iterable[Question]) -> list[Question]:
-    """Those of the questions that the store doesn't answer yet: what judging would send now."""
-    by_id = {question.request.id: question for question in questions}
-    requests = (question.request for question in by_id.values())
-    return [by_id[request.id] for request in strict.unanswered(requests, store=profile.cache / JUDGMENT_STORE)]

@@ -21,7 +21,7 @@ from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
-from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
+from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
 
 KINDS = ("diagnosis", "procedure", "drug")
 CURATION_COLUMNS = ("kind", "code_or_order", "category", "query")
@@ -256,20 +256,20 @@ def parse_drug_name(order: str, answer: str) -> str:
 
 
 def clean_drugs_by_llm(
-    orders: Iterable[str], *, server: Server | None = None, store: Path | None = None, progress: bool = True
+    orders: Iterable[str], server: Server | None = None, store: Path | None = None
 ) -> tuple[dict[str, str], AskReport]:
     """The language model's name for each order line; the rule's where its answers stay malformed (`given_up`)."""
     names: dict[str, str] = {}
 
-    def parse(request: Request, answer: str) -> Parsed:
+    def parse(request: Request, answer: str) -> tuple[Request | None, list[str]]:
         try:
             names[request.text] = parse_drug_name(request.text, answer)
         except ValueError as reason:
-            return Parsed(request, [str(reason)])
-        return Parsed(None)
+            return request, [str(reason)]
+        return None, []
 
     requests = [Request(DRUG_TASK, order, order) for order in sorted(set(orders))]
-    report = ask_strictly(requests, parse, store=store, server=server, max_tokens=512, progress=progress)
+    report = ask_strictly(requests, parse, max_tokens=512, store=store, server=server)
     return names | {request.text: clean_drug_by_rule(request.text) for request in report.given_up}, report
 
 

@@ -167,13 +167,11 @@ def test_mimic3_in_miniature_by_a_real_server(tmp_path):
     orders = {order for lines in admissions.drugs.values() for order in lines}
     with chat_server(reply) as chat:
         server = Server(chat.base_url, "m")
-        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False)
+        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl")
         draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
         strings = judging.string_matches(draft.queries, draft.corpus)
         questions = judging.judgment_questions(draft, strings, CliniqSizes())
-        judged = judging.judge(
-            draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl", progress=False
-        )
+        judged = judging.judge(draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl")
     benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(judged.labels))
     construction.save_benchmark(benchmark, tmp_path / "out", "all")
     read = load_benchmark(tmp_path / "out", "all")

@@ -220,11 +220,11 @@ def test_drugs_by_a_real_server_with_retry_fall_back_and_resume(tmp_path):
 
     store = tmp_path / "drugs.jsonl"
     with chat_server(reply) as server:
-        given = {"server": Server(server.base_url, "m"), "store": store, "progress": False}
+        given = {"server": Server(server.base_url, "m"), "store": store}
         names, report = curation.clean_drugs_by_llm(orders, **given)
         seeds = {body["seed"]: body["temperature"] for body in server.bodies}
     assert names == {orders[0]: "aspirin", orders[1]: "furosemide", orders[2]: "heparin", orders[3]: ""}
     assert [request.text for request in report.given_up] == ["Heparin 5000 Units"] and report.asked == [4, 2, 1]
     assert report.problems == {"not one line": 4}
     assert seeds[0] == 0 and seeds[1] > 0  # the same greedy answer again would be as malformed
-    assert curation.clean_drugs_by_llm(orders, store=store, progress=False)[0] == names  # no server: all from the store
+    assert curation.clean_drugs_by_llm(orders, store=store)[0] == names  # no server: all from the store
