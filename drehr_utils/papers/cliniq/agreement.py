@@ -9,8 +9,7 @@ import pandas as pd
 
 from drehr_utils.config import Resampling
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, bootstrap_interval, percentile_interval
-from drehr_utils.evaluation.tables import paper_figures
-from drehr_utils.papers.cliniq.judging import NOT_RELEVANT, Pair, combine_judgments
+from drehr_utils.papers.cliniq.judging import NOT_RELEVANT, Pair
 
 
 def kappa(counts: np.ndarray) -> np.ndarray:
@@ -50,18 +49,3 @@ def agreement_rows(
         why = "" if not np.isnan(values[0]) else fault if len(pairs) else "no pair was judged"
         rows.append((name, "", group, metric, np.nan, *(100 * np.array(values)), np.nan, why))
     return pd.DataFrame(rows, columns=[*RESULT_COLUMNS, "why"])
-
-
-def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], resampling: Resampling) -> pd.DataFrame:
-    """CliniQ's Table 2 times 100: two judges with each other, each with the final judgments, and the paper's figures.
-
-    `judges` are the first, the second and the adjudicator's labels (judging.combine_judgments); of a single judge
-    nothing can be said, and only the paper's rows are there."""
-    frames = []
-    if len(judges) > 1:
-        a, b, final = *judges[:2], combine_judgments(*judges)
-        compared = (("A with judge B", a, b), ("A with the final", a, final), ("B with the final", b, final))
-        frames = [agreement_rows(f"Judge {name}", *sides, pairs, resampling) for name, *sides in compared]
-    paper = paper_figures("cliniq", 2)
-    frames.append(paper.assign(paper=100 * paper["value"]).reindex(columns=RESULT_COLUMNS).assign(why=""))
-    return pd.concat(frames, ignore_index=True)

@@ -107,13 +107,6 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
 # --- the steps for a profile -----------------------------------------------------------------------------------------
 
 
-def profile_notes(profile: Profile) -> tuple[list[Note], CodedAdmissions]:
-    """The profile's notes for the benchmark, and their admissions' codes and orders."""
-    chosen = profile.cliniq
-    notes = split_notes(profile.notes, chosen.split, chosen.sample, profile.seed)
-    return notes, curation.read_coded_admissions(profile.notes, (note.hadm_id for note in notes))
-
-
 def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     """The recorded curation; without one, titles by rule and drugs by the language model, or by rule without one."""
     if profile.cliniq.recorded:

@@ -12,7 +12,7 @@ from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.tables import Layout, paper_figures, show_table
+from drehr_utils.evaluation.tables import paper_figures
 from drehr_utils.llm.servers import Server
 from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
 from drehr_utils.profiles import ROOT, load_profile
@@ -62,15 +62,6 @@ def test_agreement_of_the_recorded_judges(rebuilt):
     assert (rows["low"] < rows["ours"]).all() and (rows["ours"] < rows["high"]).all()
     again = agreement.agreement_rows("a with b", judges[0], judges[1], pairs, Resampling(200)).set_index("metric")
     assert again["low"].equals(rows["low"])
-
-
-def test_table2_has_both_comparisons_and_the_papers(rebuilt):
-    _, draft, strings, judges = rebuilt
-    pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
-    table = agreement.table2(judges, pairs, Resampling(50))
-    paper = table[table["paper"].notna()].set_index(["system", "metric"])["paper"]
-    assert paper["GPT-4o", "kappa"] == pytest.approx(98.5) and len(paper) == 6
-    assert len(table) == 6 + (6 if len(judges) == 3 else 0)
 
 
 def test_kappa_worked_by_hand_and_against_scikit_learn():
@@ -193,7 +184,8 @@ def test_each_profile_has_settings_and_only_mimic_makes_its_judgments_anew():
 
 def test_the_open_profiles_steps_give_the_published_benchmark():
     profile = load_profile("open")
-    notes, admissions = construction.profile_notes(profile)
+    notes = construction.split_notes(profile.notes, profile.cliniq.split)
+    admissions = curation.read_coded_admissions(profile.notes, [note.hadm_id for note in notes])
     draft = construction.draft_benchmark(notes, admissions, construction.profile_curation(profile, admissions))
     strings = judging.string_matches(draft.queries, draft.corpus)
     judges, counted = construction.profile_judgments(profile, draft, strings)
@@ -222,11 +214,6 @@ def test_judges_that_cannot_be_compared_get_nan_and_a_reason(first, second, kapp
     assert rows.loc[rows["ours"].isna(), ["low", "high"]].isna().all(axis=None)
     assert kappa is None or rows.loc[0, "ours"] == pytest.approx(100 * kappa)
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
-    table = agreement.table2([a, b, dict.fromkeys({*a} ^ {*b}, "synonym")], PAIRS, Resampling(50))
-    assert (
-        table.loc[table["ours"].isna() & table["paper"].isna(), "why"].all()
-        and "–" in show_table(table, Layout(rows=("system",), columns=("group",))).to_string()
-    )
 
 
 def test_without_a_pair_there_is_no_agreement():
