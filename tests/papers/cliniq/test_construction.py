@@ -114,9 +114,9 @@ def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
         {"1": [curation.Code("1234", "9")]}, {}, {"1": ["Lithium 300mg"], "2": ["Zinc", "Lithium 300mg"]}, {}, {}
     )
     made = {
-        ("diagnosis", "1234"): curation.Curated("123", "zinc"),
-        ("drug", "Zinc"): curation.Curated("", "zinc"),
-        ("drug", "Lithium 300mg"): curation.Curated("", "lithium"),
+        ("diagnosis", "1234"): "zinc",
+        ("drug", "Zinc"): "zinc",
+        ("drug", "Lithium 300mg"): "lithium",
     }
     notes = [Note("n1", "p", "1", "On zinc. " * 60), Note("n2", "q", "2", "Well.")]
     draft = construction.draft_benchmark(notes, coded, made)
