@@ -157,9 +157,7 @@ def judge(
     server: Server | None = None,
     store: Path | None = None,
 ) -> Judged:
-    """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted.
-
-    Every answer is in `store` before the next is asked, so a run that was stopped goes on where it was."""
+    """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted (strict)."""
     judged, by_id = Judged(), {question.request.id: question for question in questions}
 
     def parse(request: Request, answer: str) -> tuple[Request | None, list[str]]:
