@@ -118,7 +118,7 @@ class AnswerStore:
         rows = self.database.execute(
             "SELECT text_sha256, prompt_sha256, source, model, number, finish_reason FROM answers"
             " WHERE (task, entity_type, id) = (?, ?, ?) ORDER BY number", _stored(*request.key),
-        ).fetchall()  # fmt: skip
+        )  # fmt: skip
         if not (rows := [row for row in rows if row[2] in self.sources]):
             return "never_recorded", None
         wanted = (request.text_sha256, prompt_sha256(request.task))

@@ -1,7 +1,4 @@
-"""Asks a language model, resumably: answers that are on disk count, a server gives the rest (DR.EHR §3.1, §3.2).
-
-An answer belongs to a prompt and a chunk's text. It's looked for in the recorded files, then in the store of our own
-earlier answers; only what is missing is asked of an OpenAI-compatible server (vLLM, llama.cpp, Ollama)."""
+"""Asks a language model, resumably: answers that are on disk count, a server gives the rest (DR.EHR §3.1, §3.2)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tqdm import tqdm
 
 from drehr_utils.errors import DataError
 from drehr_utils.llm.answers import Answers, AnswerStore
-from drehr_utils.llm.prompts import PAPER_PROMPT_SHA256, Request, prompt_sha256
+from drehr_utils.llm.prompts import Request
 from drehr_utils.llm.servers import Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
@@ -31,13 +28,14 @@ def answer_all(
     server: Server | None = None,
     progress: bool = True,
 ) -> Answers:
-    """Answers to `requests`: from `recorded` files, else from the database `store`, else of `server`, kept in `store`.
+    """Answers to `requests`: from `recorded` files, else from the database `store`, else of `server` (vLLM, llama.cpp,
+    Ollama or another that speaks OpenAI's protocol), kept in `store`.
 
     `requests` is read lazily, at most `server.concurrency` are in flight, and each answer is on disk before the next
     is asked, so a run that was stopped goes on where it was. A request that fails after its retries is counted. A
     stored answer of another model than the server's is not used. Works inside a running event loop. Raises DataError
     when answers are missing and there is no server, when the server can't be reached, or for a repeated request."""
-    answers = Answers(AnswerStore(Path(store) if store is not None else None, recorded))
+    answers = Answers(AnswerStore(store, recorded))
     total = len(requests) if isinstance(requests, Sized) else None
     with tqdm(total=total, desc="LLM answers", unit="answer", delay=1, disable=not progress) as bar:
         missing = _missing(requests, server and server.model, answers, bar)
@@ -70,22 +68,15 @@ def _missing(
 
 def _refuse_if_any(missing: Iterator[tuple[Request, str]], answers: Answers) -> None:
     reasons = {"never_recorded": "never recorded", "stale_text": "text changed", "stale_prompt": "prompt changed"}
-    count: Counter[tuple[str, str]] = Counter()
-    edited = set()
-    for request, why in missing:
-        count[request.label, reasons[why]] += 1
-        if prompt_sha256(request.task) != PAPER_PROMPT_SHA256.get(request.task):
-            edited.add(request.task)
-    if not count:
-        return
-    detail = "; ".join(f"{label}: {n} ({why})" for (label, why), n in sorted(count.items()))
-    prompts = f" The prompt of {' and '.join(sorted(edited))} is not the one of the recorded answers." if edited else ""
-    n = count.total()
-    raise DataError(
-        f"llm: {n} of {n + len(answers.texts)} answers are missing and no LLM server is set. {detail}.{prompts} Set "
-        "DREHR_LLM_BASE_URL (such as http://localhost:8000/v1), DREHR_LLM_MODEL and, if the server wants one, "
-        "OPENAI_API_KEY"
-    )
+    count = Counter((request.label, reasons[why]) for request, why in missing)
+    if count:
+        detail = "; ".join(f"{label}: {n} ({why})" for (label, why), n in sorted(count.items()))
+        n = count.total()
+        raise DataError(
+            f"llm: {n} of {n + len(answers.texts)} answers are missing and no LLM server is set. {detail}. Set "
+            "DREHR_LLM_BASE_URL (such as http://localhost:8000/v1), DREHR_LLM_MODEL and, if the server wants one, "
+            "OPENAI_API_KEY"
+        )
 
 
 def _is_servers_fault(error: Exception) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from drehr_utils.errors import DataError
 
@@ -136,18 +137,14 @@ def parse_abbreviations(answer: str) -> tuple[list[tuple[str, str]], int]:
     pairs: dict[tuple[str, str], None] = {}
     malformed, abbreviation, open_block = 0, "", False
     for line in _answer_lines(answer):
+        head, stars, full = line.lstrip("#").partition("**")
         if line.startswith("###"):
-            malformed += open_block
-            head, stars, full = line.lstrip("#").partition("**")
             abbreviation = _unmarked(head)  # not _term: "p.o." is looked up in the note
+            malformed += open_block + (not abbreviation)
             open_block = bool(abbreviation)
-            if not abbreviation:
-                malformed += 1
             if not stars:
                 continue
-        elif line.startswith("**"):
-            full = line
-        else:
+        elif not line.startswith("**"):
             malformed += 1
             continue
         full = _term(full)
@@ -175,12 +172,10 @@ MAX_ENTITY_WORDS = 16
 def _without_reason(term: str) -> str:
     """Cuts a trailing "(implied by metformin)" or " - implied by ..."; leaves "(recombinant)" and "type 2: ..." be."""
     if term.endswith(")"):
-        depth = 0
-        for start in range(len(term) - 1, -1, -1):
-            depth += (term[start] == ")") - (term[start] == "(")
-            if depth == 0:
-                break
-        if depth == 0 and start > 0 and _REASON.search(term, start):
+        # Where the parenthesis that ends the term opens; 0: nowhere.
+        depths = accumulate((character == ")") - (character == "(") for character in reversed(term))
+        start = len(term) - next((n for n, depth in enumerate(depths, start=1) if depth == 0), len(term))
+        if start > 0 and _REASON.search(term, start):
             term = term[:start]
     aside = _ASIDE.search(term)
     return term[: aside.start()] if aside and _REASON.search(term, aside.end()) else term

@@ -61,9 +61,6 @@ class Server:
                 "10/8, 172.16/12, 192.168/16, *.local), so nothing was sent: note text would leave. If your data use "
                 f"agreement allows that, set DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}"
             )
-        for name, least in {"concurrency": 1, "max_retries": 0, "max_tokens": 1}.items():
-            if getattr(self, name) < least:
-                raise DataError(f"llm: Server.{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.model:
             raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")
 

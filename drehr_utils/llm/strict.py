@@ -1,9 +1,7 @@
 """Strict answers of a language model on top of the client: parse, ask again what was malformed, then count it.
 
 client.answer_all keeps whatever the model said. Here an answer counts only as far as its parser accepts it; what it
-doesn't is asked again, under another request id, so that every attempt has its own line in the store and a run that
-was stopped goes through the same attempts.
-"""
+doesn't is asked again under another request id, so that each attempt is in the store and a stopped run repeats them."""
 
 from __future__ import annotations
 
@@ -25,14 +23,9 @@ log = logging.getLogger(__name__)
 RETRY_TEMPERATURE = 0.5  # the first attempt is greedy; the same greedy answer again would be as malformed
 
 
-@dataclass
-class Parsed:
-    """What a parser made of one answer: `rest` asks for what it could not use, None when nothing is missing.
-
-    `problems` name what was malformed, without the answer's words (they may be a patient's)."""
-
-    rest: Request | None
-    problems: list[str] = field(default_factory=list)
+# Of a request and its answer: what it leaves over to ask (None: nothing), and what was malformed in the answer, named
+# without the answer's words (they may be a patient's).
+Parse = Callable[[Request, str], tuple[Request | None, list[str]]]
 
 
 @dataclass
@@ -58,30 +51,28 @@ class AskReport:
 
 def ask_strictly(
     requests: Sequence[Request],
-    parse: Callable[[Request, str], Parsed],
+    parse: Parse,
     *,
+    max_tokens: int,
     attempts: int = 3,
-    recorded: Sequence[Path] = (),
     store: Path | None = None,
     server: Server | None = None,
-    max_tokens: int | None = None,
-    progress: bool = True,
 ) -> AskReport:
     """Ask `requests`, hand each answer to `parse`, and ask what it leaves over again, `attempts` times at most.
 
-    `parse(request, answer)` keeps what is good itself. Attempts after the first use another seed and a temperature.
-    Raises DataError as client.answer_all does."""
+    `parse` keeps what is good itself. Attempts after the first use another seed and a temperature. Raises DataError as
+    client.answer_all does."""
     report, pending = AskReport(), list(requests)
+    server = replace(server, max_tokens=max_tokens) if server else None
     for attempt in range(1, attempts + 1):
         if not pending:
             break
-        if server is not None:
-            server = replace(server, seed=server.seed + (attempt > 1), max_tokens=max_tokens or server.max_tokens)
-            if attempt > 1:
-                server = replace(server, temperature=max(RETRY_TEMPERATURE, server.temperature))
-        # Later attempts carry their number in the id.
-        asked = pending if attempt == 1 else [replace(request, id=f"{request.id}~{attempt}") for request in pending]
-        answers = client.answer_all(asked, recorded=recorded, store=store, server=server, progress=progress)
+        asked = pending
+        if attempt > 1:  # the number is in the id
+            asked = [replace(request, id=f"{request.id}~{attempt}") for request in pending]
+        if attempt > 1 and server is not None:
+            server = replace(server, seed=server.seed + 1, temperature=max(RETRY_TEMPERATURE, server.temperature))
+        answers = client.answer_all(asked, store=store, server=server)
         report.asked.append(len(asked))
         report.prompt_tokens += answers.prompt_tokens
         report.completion_tokens += answers.completion_tokens
@@ -90,11 +81,10 @@ def ask_strictly(
             if (text := answers.texts.get(sent.key)) is None:
                 report.failed += 1
                 left.append(request)
-                continue
-            parsed = parse(request, text)
-            report.problems.update(parsed.problems)
-            if parsed.rest is not None:
-                left.append(parsed.rest)
+            else:
+                rest, problems = parse(request, text)
+                report.problems.update(problems)
+                left += [rest] if rest else []
         pending = left
     report.given_up = pending
     if pending:
@@ -102,9 +92,9 @@ def ask_strictly(
     return report
 
 
-def unanswered(requests: Iterable[Request], recorded: Sequence[Path] = (), store: Path | None = None) -> list[Request]:
-    """Those of the requests that neither a recorded file nor the store answers: what a first attempt would send."""
-    known = AnswerStore(store, recorded)
+def unanswered(requests: Iterable[Request], store: Path) -> list[Request]:
+    """Those of the requests that the store doesn't answer yet: what a first attempt would send."""
+    known = AnswerStore(store)
     return [request for request in requests if known.find(request)[1] is None]
 
 

@@ -249,7 +249,6 @@ def test_edited_prompt_needs_a_server_and_is_named(tmp_path, monkeypatch):
     message = str(error.value)
     assert "2 of 3 answers are missing" in message
     assert "entity_generation, drugs: 2 (prompt changed)" in message
-    assert "The prompt of entity_generation is not" in message
     assert "abbreviation_reduction" not in message
     for name in ("DREHR_LLM_BASE_URL", "DREHR_LLM_MODEL", "OPENAI_API_KEY"):
         assert name in message
@@ -270,7 +269,7 @@ def test_changed_text_is_stale(tmp_path):
     requests = [old[0], Request("entity_generation", "p_1", "another text", "drugs"), old[2], *drugs(4)[3:]]
     with pytest.raises(DataError, match=r"2 of 4 .*1 \(never recorded\); .*1 \(text changed\)") as error:
         answer_all(requests, recorded=[path], progress=False)
-    assert "another text" not in str(error.value) and "The prompt of" not in str(error.value)
+    assert "another text" not in str(error.value)
     with serving() as server:
         answers = ask(requests, server, recorded=[path])
     assert (answers.stale_text, answers.recorded, answers.asked) == (1, 2, 2)

@@ -9,14 +9,13 @@ import pandas as pd
 
 from drehr_utils.config import Resampling
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, bootstrap_interval, percentile_interval
-from drehr_utils.evaluation.tables import paper_figures
-from drehr_utils.papers.cliniq.judging import NOT_RELEVANT, Pair, combine_judgments
+from drehr_utils.papers.cliniq.judging import NOT_RELEVANT, Pair
 
 
 def kappa(counts: np.ndarray) -> np.ndarray:
     """Cohen's kappa [...] of 2 x 2 tables [..., 4]: pairs that both, the first only, the second only, neither accept.
 
-    NaN where both give all pairs one answer. For the bootstrap: scikit-learn's would be asked a thousand times."""
+    NaN where both give all pairs one answer. (scikit-learn's takes one table; the bootstrap asks for a thousand.)"""
     both, first, second, neither = np.moveaxis(np.asarray(counts, dtype=float), -1, 0)
     with np.errstate(invalid="ignore"):
         n = both + first + second + neither
@@ -25,58 +24,28 @@ def kappa(counts: np.ndarray) -> np.ndarray:
         return ((both + neither) / n - expected) / (1 - expected)
 
 
-def kappa_interval(
-    a: Sequence[bool], b: Sequence[bool], notes: Sequence[str], resampling: Resampling
-) -> tuple[float, float]:
-    """95% percentile bootstrap interval of kappa; whole notes are drawn, for a note's pairs aren't independent.
-
-    Draws without a kappa don't count. NaN where kappa is, or with fewer than two notes."""
-    cells = np.stack([a & b, a & ~b, ~a & b, ~a & ~b], axis=1)
-    if np.isnan(kappa(cells.sum(axis=0))):
-        return np.nan, np.nan
-    low, high = percentile_interval(bootstrap(cells, kappa, resampling, patients=np.asarray(notes)))
-    return float(low), float(high)
-
-
 def agreement_rows(
     name: str, first: dict[Pair, str], second: dict[Pair, str], pairs: Sequence[Pair], resampling: Resampling
 ) -> pd.DataFrame:
     """Table 2's two rows of a comparison in RESULT_COLUMNS, times 100: kappa for relevance, accuracy for match types.
 
     `first` and `second` hold a label for relevant pairs; of the judged `pairs` a missing one is not relevant. The type
-    is compared where both say relevant. Intervals draw whole notes. What can't be measured is NaN; `why` says so."""
+    is compared where both say relevant. 95% intervals draw whole notes, for a note's pairs aren't independent. What
+    can't be measured is NaN; `why` says so."""
     first, second = ({p: t for p, t in judge.items() if t != NOT_RELEVANT} for judge in (first, second))
     notes = np.array([chunk_id.rpartition("_")[0] for _, chunk_id in pairs])
     a, b = (np.array([pair in judge for pair in pairs], dtype=bool) for judge in (first, second))
-    counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
-    measured = (float(kappa(counts)), *kappa_interval(a, b, notes, resampling))
+    cells = np.stack([a & b, a & ~b, ~a & b, ~a & ~b], axis=1)
+    interval = percentile_interval(bootstrap(cells, kappa, resampling, patients=notes))
+    relevance = (float(kappa(cells.sum(axis=0))), *interval)
     same = np.array([first[pair] == second[pair] for pair, both in zip(pairs, a & b, strict=True) if both], dtype=float)
     types = (same.mean() if len(same) else np.nan, *bootstrap_interval(same, resampling, patients=notes[a & b]))
-    alone, nowhere = "both judges give all pairs one answer", "no pair that both judges call relevant"
-    rows = [
-        (name, "", group, metric, np.nan, *(100 * np.array(values)), np.nan, reason if np.isnan(values[0]) else "")
-        for group, metric, values, reason in (
-            ("relevance", "kappa", measured, alone if len(pairs) else "no pair was judged"),
-            ("match types", "accuracy", types, nowhere if len(pairs) else "no pair was judged"),
-        )
-    ]
+    compared = (
+        ("relevance", "kappa", relevance, "both judges give all pairs one answer"),
+        ("match types", "accuracy", types, "no pair that both judges call relevant"),
+    )
+    rows = []
+    for group, metric, values, fault in compared:
+        why = "" if not np.isnan(values[0]) else fault if len(pairs) else "no pair was judged"
+        rows.append((name, "", group, metric, np.nan, *(100 * np.array(values)), np.nan, why))
     return pd.DataFrame(rows, columns=[*RESULT_COLUMNS, "why"])
-
-
-def table2(judges: Sequence[dict[Pair, str]], pairs: Sequence[Pair], resampling: Resampling) -> pd.DataFrame:
-    """CliniQ's Table 2 times 100: two judges with each other, each with the final judgments, and the paper's figures.
-
-    `judges` are the first, the second and the adjudicator's labels (judging.combine_judgments); of a single judge
-    nothing can be said, and only the paper's rows are there."""
-    frames = []
-    if len(judges) > 1:
-        (first, second), final = judges[:2], combine_judgments(*judges)
-        sides = {
-            "A with judge B": (first, second),
-            "A with the final": (first, final),
-            "B with the final": (second, final),
-        }
-        frames = [agreement_rows(f"Judge {name}", a, b, pairs, resampling) for name, (a, b) in sides.items()]
-    paper = paper_figures("cliniq", 2)
-    frames.append(paper.assign(paper=100 * paper["value"]).reindex(columns=RESULT_COLUMNS).assign(why=""))
-    return pd.concat(frames, ignore_index=True)

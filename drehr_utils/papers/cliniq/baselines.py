@@ -64,8 +64,8 @@ def system_scores(profile: Profile, benchmark: Benchmark, progress: bool = False
         EXPANDED: lexical_scores(benchmark, graph, ("synonyms", "hyponyms")),
         RELATED: lexical_scores(benchmark, graph, ("synonyms", "hyponyms", "related")),
     }
-    folder = profile.cache / "embeddings"
-    scores |= {s.name: retriever_scores(s, benchmark, folder, progress=progress) for s in chosen.retrievers}
+    for spec in chosen.retrievers:
+        scores[spec.name] = retriever_scores(spec, benchmark, profile.cache / "embeddings", progress=progress)
     return scores | {FUSED: (scores[EXPANDED], *(scores[name] for name in chosen.fused))}
 
 
@@ -85,19 +85,19 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
     """
     keys = ["search_id", "query_id", "patient"]
     a, b = (frame[frame["metric"] == metric].set_index(keys)["value"] for frame in (a, b))
-    found = dict.fromkeys(("ours", "low", "high", "p"), float("nan"))
     if a.empty or b.empty:
-        return found
-    found["ours"] = float(a.mean() - b.mean())
+        return dict.fromkeys(("ours", "low", "high", "p"), np.nan)
     both = pd.concat([a, b], axis=1, keys=["a", "b"]).sort_index()
-    clusters = {"queries": both.index.get_level_values("query_id"), "patients": both.index.get_level_values("patient")}
+    queries, patients = (both.index.get_level_values(key) for key in keys[1:])
     parts = np.column_stack([both["a"].fillna(0), both["a"].notna(), both["b"].fillna(0), both["b"].notna()])
-    draws = bootstrap(
-        parts, lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], resampling, **clusters
-    )
-    found["low"], found["high"] = map(float, percentile_interval(draws))
-    if both.notna().all(axis=None) and not np.isnan(found["low"]):
-        found["p"] = float(paired_randomization_test(both["a"], both["b"], resampling, **clusters))
+
+    def gap(sums: np.ndarray) -> np.ndarray:
+        return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+
+    low, high = map(float, percentile_interval(bootstrap(parts, gap, resampling, queries, patients)))
+    found = {"ours": float(a.mean() - b.mean()), "low": low, "high": high, "p": np.nan}
+    if both.notna().all(axis=None) and not np.isnan(low):
+        found["p"] = float(paired_randomization_test(both["a"], both["b"], resampling, queries, patients))
     return found
 
 
@@ -146,8 +146,7 @@ def paper_findings(chosen: BaselineSettings) -> list[Finding]:
 def paper_means() -> pd.DataFrame:
     """CliniQ's Tables 3, 4 and 5 as one frame (tables.paper_figures' columns), with the Average of each three metrics
     that Figures 1b and 1c draw."""
-    figures = pd.concat([tables.paper_figures("cliniq", table) for table in (3, 4, 5)])
-    figures = figures[figures["setting"] != ""]
+    figures = pd.concat([tables.paper_figures("cliniq", table) for table in (3, 4, 5)]).query("setting != ''")
     average = figures.groupby(["system", "setting", "group"], sort=False)["value"].mean().reset_index()
     return pd.concat([figures, average.assign(metric="Average")], ignore_index=True)
 
@@ -168,29 +167,21 @@ def findings_table(
 
     rows = []
     for f in findings:
-        b, b_group, compared = f.b, f.group, f"{f.a} − {f.b}"
+        b, b_group = f.b, f.group
         if b is None:
             rivals = {s: ours(f, s, f.group) for s in values if s not in (f.a, RELATED)}
             b = pd.Series(rivals).fillna(-np.inf).idxmax()
-            compared = f"{f.a} − {b}"
-            rivals = published.xs((f.setting, f.group, f.metric), level=("setting", "group", "metric"))
-            paper = rivals.drop(IN_PAPER.get(f.a, f.a)).max()
+            printed = published.xs((f.setting, f.group, f.metric), level=("setting", "group", "metric"))
+            paper = printed.drop(IN_PAPER.get(f.a, f.a)).max()
         elif b == f.a:
             others = [kind for kind in MATCH_TYPES if kind != f.group]
             b_group = pd.Series({kind: ours(f, b, kind) for kind in others}).fillna(np.inf).idxmin()
-            compared = f"{f.a}: {f.group} − {b_group}"
             paper = min(theirs(f, b, kind) for kind in others)
         else:
             paper = theirs(f, b, f.group)
         sides = of_group(values[f.a], f.setting, f.group), of_group(values[b], f.setting, b_group)
         found = difference(*sides, f.metric, resampling)
-        row = {
-            "claim": f.claim,
-            "system": compared,
-            "setting": f.setting,
-            "group": f.group,
-            "metric": f.metric,
-            **found,
-        }
-        rows.append(row | {"paper": theirs(f, f.a, f.group) - paper, "sign": f.sign, "verdict": verdict(found, f.sign)})
-    return pd.DataFrame(rows)[["claim", *RESULT_COLUMNS, "sign", "verdict"]]
+        compared = f"{f.a}: {f.group} − {b_group}" if b == f.a else f"{f.a} − {b}"
+        row = (f.claim, compared, f.setting, f.group, f.metric, theirs(f, f.a, f.group) - paper, *found.values())
+        rows.append((*row, f.sign, verdict(found, f.sign)))
+    return pd.DataFrame(rows, columns=["claim", *RESULT_COLUMNS, "sign", "verdict"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,10 @@ from drehr_utils.data.benchmark import QRELS_COLUMNS, Benchmark, Patient
 from drehr_utils.data.notes import Note, chunk_note, read_notes, read_splits
 from drehr_utils.errors import DataError
 from drehr_utils.files import write_atomically
-from drehr_utils.llm import servers, strict
-from drehr_utils.papers.cliniq import curation
+from drehr_utils.llm.servers import server_from_env
+from drehr_utils.papers.cliniq import curation, judging
 from drehr_utils.papers.cliniq.curation import CodedAdmissions, Curation
-from drehr_utils.papers.cliniq.judging import (
-    LABELS,
-    Pair,
-    Question,
-    judge,
-    judgment_questions,
-    own_pairs,
-    read_judgments,
-)
+from drehr_utils.papers.cliniq.judging import LABELS, Pair, own_pairs
 from drehr_utils.profiles import Profile
 
 JUDGMENT_STORE = "llm/judgments.sqlite"  # a language model's answers, so that a stopped run goes on
@@ -48,10 +41,8 @@ def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Cu
     """Chunks, queries and patients, not judged yet (CliniQ §3.1, §3.2). Query ids follow the texts' order."""
     chunks = {note: chunk_note(note) for note in notes}
     asked = {note: curation.patient_queries(note.hadm_id, admissions, made) for note in chunks}
-    kinds: dict[str, str] = {}
-    for kind in curation.KINDS:  # a text that is both a disease's and a drug's is one query, of the first kind
-        for found in asked.values():
-            kinds.update((query, k) for query, k in found if k == kind and query not in kinds)
+    # A text that is both a disease's and a drug's is one query, of the kind that comes first: it is entered last.
+    kinds = dict(sorted(chain(*asked.values()), key=lambda found: curation.KINDS.index(found[1]), reverse=True))
     width = max(4, len(str(max(len(kinds) - 1, 0))))
     ids = {text: f"q{i:0{width}d}" for i, text in enumerate(sorted(kinds))}
     return Benchmark(
@@ -69,8 +60,7 @@ def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Cu
 
 def with_judgments(draft: Benchmark, strings: set[Pair], semantic: dict[Pair, str]) -> Benchmark:
     """The benchmark with its judgments: string matches, and the semantic types of pairs that match by no string."""
-    both = strings & semantic.keys()
-    if both:
+    if both := strings & semantic.keys():
         raise DataError(f"judgments: {min(both)} is a string match; only other pairs have a semantic type")
     match_types: dict[str, dict[str, str]] = {}
     for (query_id, chunk_id), kind in sorted({**dict.fromkeys(strings, "string"), **semantic}.items()):
@@ -112,21 +102,11 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
     return target
 
 
-# --- the steps for a profile -----------------------------------------------------------------------------------------
-
-
-def profile_notes(profile: Profile) -> tuple[list[Note], CodedAdmissions]:
-    """The profile's notes for the benchmark, and their admissions' codes and orders."""
-    chosen = profile.cliniq
-    notes = split_notes(profile.notes, chosen.split, chosen.sample, profile.seed)
-    return notes, curation.read_coded_admissions(profile.notes, (note.hadm_id for note in notes))
-
-
 def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     """The recorded curation; without one, titles by rule and drugs by the language model, or by rule without one."""
     if profile.cliniq.recorded:
         return curation.read_curation(profile.benchmark / "query_curation.csv.gz")
-    server = servers.server_from_env()
+    server = server_from_env()
     if server is None:
         return curation.curate(admissions)
     orders = {order for lines in admissions.drugs.values() for order in lines}
@@ -146,17 +126,10 @@ def profile_judgments(
     files = sorted(folder.glob("judge_*.tsv")) if chosen.recorded else []
     if files:
         files += [folder / "adjudicated.tsv"] if files[1:] else []
-        judges = {path.stem: read_judgments(path, draft, strings) for path in files}
+        judges = {path.stem: judging.read_judgments(path, draft, strings) for path in files}
         counts = {name: pd.Series(list(labels.values())).value_counts() for name, labels in judges.items()}
         counted = pd.DataFrame(counts).reindex(LABELS).fillna(0).astype(int).rename_axis("what")
         return list(judges.values()), counted
-    questions = judgment_questions(draft, strings, chosen)
-    judged = judge(draft, questions, chosen, server=servers.server_from_env(), store=profile.cache / JUDGMENT_STORE)
+    questions = judging.judgment_questions(draft, strings, chosen)
+    judged = judging.judge(draft, questions, chosen, server=server_from_env(), store=profile.cache / JUDGMENT_STORE)
     return [judged.labels], judged.frame().set_index("what")
-
-
-def unanswered_questions(profile: Profile, questions: Iterable[Question]) -> list[Question]:
-    """Those of the questions that the store doesn't answer yet: what judging would send now."""
-    by_id = {question.request.id: question for question in questions}
-    requests = (question.request for question in by_id.values())
-    return [by_id[request.id] for request in strict.unanswered(requests, store=profile.cache / JUDGMENT_STORE)]

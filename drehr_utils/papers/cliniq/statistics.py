@@ -29,12 +29,8 @@ def statistics_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFram
             counts[owners[chunk_id], [column["relevance judgment"], column[kind]]] += 1
     totals = dict(zip(groups, counts.sum(axis=0), strict=True)) | {"query": len(benchmark.qrels)}
     totals |= {kind: sum(benchmark.query_types[q] == kind for q in benchmark.qrels) for kind in QUERY_TYPES}
-    low, high = bootstrap_interval(counts, resampling)
     rows = [("multi", "patient record", len(benchmark.patients), np.nan, np.nan)]
-    for i, group in enumerate(groups):
-        rows += [
-            ("single", group, counts[:, i].mean(), low[i], high[i]),
-            ("multi", group, totals[group], np.nan, np.nan),
-        ]
+    for group, *averaged in zip(groups, counts.mean(axis=0), *bootstrap_interval(counts, resampling), strict=True):
+        rows += [("single", group, *averaged), ("multi", group, totals[group], np.nan, np.nan)]
     table = pd.DataFrame(rows, columns=["setting", "group", "ours", "low", "high"])
     return table.assign(system="", metric="count").reindex(columns=RESULT_COLUMNS)

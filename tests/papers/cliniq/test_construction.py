@@ -12,7 +12,7 @@ from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.tables import Layout, paper_figures, show_table
+from drehr_utils.evaluation.tables import paper_figures
 from drehr_utils.llm.servers import Server
 from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
 from drehr_utils.profiles import ROOT, load_profile
@@ -64,15 +64,6 @@ def test_agreement_of_the_recorded_judges(rebuilt):
     assert again["low"].equals(rows["low"])
 
 
-def test_table2_has_both_comparisons_and_the_papers(rebuilt):
-    _, draft, strings, judges = rebuilt
-    pairs = [pair for pair in judging.own_pairs(draft) if pair not in strings]
-    table = agreement.table2(judges, pairs, Resampling(50))
-    paper = table[table["paper"].notna()].set_index(["system", "metric"])["paper"]
-    assert paper["GPT-4o", "kappa"] == pytest.approx(98.5) and len(paper) == 6
-    assert len(table) == 6 + (6 if len(judges) == 3 else 0)
-
-
 def test_kappa_worked_by_hand_and_against_scikit_learn():
     # 20 both, 5 and 10 one, 15 neither of 50: observed 0.7, expected 0.5*0.6 + 0.5*0.4 = 0.5, kappa 0.4.
     assert agreement.kappa(np.array([20, 5, 10, 15])) == pytest.approx(0.4)
@@ -82,9 +73,18 @@ def test_kappa_worked_by_hand_and_against_scikit_learn():
         b = a ^ (rng.random(200) < 0.1)
         counts = [np.sum(a & b), np.sum(a & ~b), np.sum(~a & b), np.sum(~a & ~b)]
         assert agreement.kappa(np.array(counts)) == pytest.approx(cohen_kappa_score(a, b))
-    low, high = agreement.kappa_interval(a, b, [str(i // 10) for i in range(200)], Resampling(200))
-    assert low < cohen_kappa_score(a, b) < high
-    assert np.isnan(agreement.kappa_interval(a, b, ["one note"] * 200, Resampling())).all()
+
+
+def test_the_interval_of_kappa_draws_whole_notes():
+    rng = np.random.default_rng(0)
+    a = rng.random(200) < 0.3
+    b = a ^ (rng.random(200) < 0.1)
+    for notes, is_measured in ((range(200), True), ([0] * 200, False)):
+        pairs = [(f"q{i}", f"n{note // 10}_0") for i, note in enumerate(notes)]
+        judges = [{pair: "synonym" for pair, is_so in zip(pairs, judge, strict=True) if is_so} for judge in (a, b)]
+        row = agreement.agreement_rows("a with b", *judges, pairs, Resampling(200)).iloc[0]
+        assert row["ours"] == pytest.approx(100 * cohen_kappa_score(a, b))
+        assert (row["low"] < row["ours"] < row["high"]) == is_measured == (not np.isnan(row["low"]))
 
 
 def test_table1_against_counts_of_the_files():
@@ -114,9 +114,9 @@ def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
         {"1": [curation.Code("1234", "9")]}, {}, {"1": ["Lithium 300mg"], "2": ["Zinc", "Lithium 300mg"]}, {}, {}
     )
     made = {
-        ("diagnosis", "1234"): curation.Curated("123", "zinc"),
-        ("drug", "Zinc"): curation.Curated("", "zinc"),
-        ("drug", "Lithium 300mg"): curation.Curated("", "lithium"),
+        ("diagnosis", "1234"): "zinc",
+        ("drug", "Zinc"): "zinc",
+        ("drug", "Lithium 300mg"): "lithium",
     }
     notes = [Note("n1", "p", "1", "On zinc. " * 60), Note("n2", "q", "2", "Well.")]
     draft = construction.draft_benchmark(notes, coded, made)
@@ -158,13 +158,11 @@ def test_mimic3_in_miniature_by_a_real_server(tmp_path):
     orders = {order for lines in admissions.drugs.values() for order in lines}
     with chat_server(reply) as chat:
         server = Server(chat.base_url, "m")
-        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl", progress=False)
+        names, _ = curation.clean_drugs_by_llm(orders, server=server, store=tmp_path / "d.jsonl")
         draft = construction.draft_benchmark(notes, admissions, curation.curate(admissions, names))
         strings = judging.string_matches(draft.queries, draft.corpus)
         questions = judging.judgment_questions(draft, strings, CliniqSizes())
-        judged = judging.judge(
-            draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl", progress=False
-        )
+        judged = judging.judge(draft, questions, CliniqSizes(), server=server, store=tmp_path / "j.jsonl")
     benchmark = construction.with_judgments(draft, strings, judging.combine_judgments(judged.labels))
     construction.save_benchmark(benchmark, tmp_path / "out", "all")
     read = load_benchmark(tmp_path / "out", "all")
@@ -186,7 +184,8 @@ def test_each_profile_has_settings_and_only_mimic_makes_its_judgments_anew():
 
 def test_the_open_profiles_steps_give_the_published_benchmark():
     profile = load_profile("open")
-    notes, admissions = construction.profile_notes(profile)
+    notes = construction.split_notes(profile.notes, profile.cliniq.split)
+    admissions = curation.read_coded_admissions(profile.notes, [note.hadm_id for note in notes])
     draft = construction.draft_benchmark(notes, admissions, construction.profile_curation(profile, admissions))
     strings = judging.string_matches(draft.queries, draft.corpus)
     judges, counted = construction.profile_judgments(profile, draft, strings)
@@ -215,11 +214,6 @@ def test_judges_that_cannot_be_compared_get_nan_and_a_reason(first, second, kapp
     assert rows.loc[rows["ours"].isna(), ["low", "high"]].isna().all(axis=None)
     assert kappa is None or rows.loc[0, "ours"] == pytest.approx(100 * kappa)
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
-    table = agreement.table2([a, b, dict.fromkeys({*a} ^ {*b}, "synonym")], PAIRS, Resampling(50))
-    assert (
-        table.loc[table["ours"].isna() & table["paper"].isna(), "why"].all()
-        and "–" in show_table(table, Layout(rows=("system",), columns=("group",))).to_string()
-    )
 
 
 def test_without_a_pair_there_is_no_agreement():

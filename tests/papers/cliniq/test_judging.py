@@ -155,7 +155,7 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
 
     store, settings = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2, attempts=3)
     with chat_server(reply) as server:
-        options = dict(server=Server(server.base_url, "m", concurrency=1), store=store, progress=False)
+        options = dict(server=Server(server.base_url, "m", concurrency=1), store=store)
         judged = judging.judge(toy, questions, settings, **options)
         sent = len(server.bodies)
         limit = server.bodies[0]["max_tokens"]
@@ -188,7 +188,7 @@ def test_resumes_after_the_server_died(toy, tmp_path):
 
     def run(server):
         target = Server(server.base_url, "m", concurrency=1, max_retries=0)
-        return judging.judge(toy, questions, settings, server=target, store=store, progress=False)
+        return judging.judge(toy, questions, settings, server=target, store=store)
 
     with chat_server(dies) as server, pytest.raises(DataError, match="does not answer"):
         run(server)
@@ -205,7 +205,7 @@ def test_another_term_or_chunk_is_another_question(toy, tmp_path):
     questions, chunk_ids = asked_questions(toy), {text: c for c, text in toy.corpus.items()}
     store, settings = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2)
     with chat_server(lambda prompt, body: answer_of(prompt, chunk_ids)) as server:
-        judging.judge(toy, questions, settings, server=Server(server.base_url, "m"), store=store, progress=False)
+        judging.judge(toy, questions, settings, server=Server(server.base_url, "m"), store=store)
     toy.queries["q1"] = "high blood pressure"
     left = strict.unanswered([q.request for q in asked_questions(toy)], store=store)
     assert {request.id for request in left} == {"A_0#0", "A_1#0"}
@@ -213,7 +213,7 @@ def test_another_term_or_chunk_is_another_question(toy, tmp_path):
 
 def test_no_server_and_no_answers_is_an_error(toy):
     with pytest.raises(DataError, match="DREHR_LLM_BASE_URL"):
-        judging.judge(toy, asked_questions(toy), CliniqSizes(), progress=False)
+        judging.judge(toy, asked_questions(toy), CliniqSizes())
 
 
 HEADER = "query-id\tcorpus-id\tmatch_type\n"
