@@ -7,6 +7,7 @@ pairs that a training was shown), Markdown and LaTeX.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,8 @@ def save_table(long: pd.DataFrame, name: str, layout: Layout | None = None, fold
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    table = long.reindex(columns=[*RESULT_COLUMNS, "budget"]).round(4).to_csv(index=False, lineterminator="\n")
+    columns = [*RESULT_COLUMNS, "budget", *({"as_of"} & set(long))]
+    table = long.reindex(columns=columns).round(4).to_csv(index=False, lineterminator="\n")
     for kind, text in (("csv", table), ("md", _markdown(long, layout)), ("tex", _latex(long, layout, name))):
         (folder / f"{name}.{kind}").write_bytes(text.encode())
     return cells
@@ -109,12 +111,26 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.exists():
         raise DataError(f"{path.name}: no such table; run the notebook that makes it")
-    numbers = [column for column in [*RESULT_COLUMNS, "budget"] if column not in KEYS]
+    numbers = [column for column in [*RESULT_COLUMNS, "budget", "as_of"] if column not in KEYS]
     blank = dict.fromkeys(numbers, [""])  # only numbers may be missing: a blank setting is a setting
     table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False, na_values=blank)
     if missing := [column for column in RESULT_COLUMNS if column not in table]:
         raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; run the notebook that makes it again")
     return table
+
+
+def with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path = FOLDER) -> pd.DataFrame:
+    """`long`, and below it the folder's rows of the table `name` that match the query `lacking`, which this run had no
+    data for ("": none), with the date of their making in `as_of`: a run never takes a committed number away."""
+    path = folder / f"{name}.csv"
+    kept = read_table(name, folder).query(lacking) if lacking and path.exists() else long.head(0)
+    if kept.empty:
+        return long
+    git = ["git", "-C", str(folder), "log", "-1", "--format=%cs", "--", path.name]
+    date = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "an earlier run"
+    kept = kept.assign(as_of=kept["as_of"].fillna(date) if "as_of" in kept else date)
+    print(f"{name}: {len(kept)} rows with a † are of {date}: this run had no data for them.")
+    return pd.concat([long, kept], ignore_index=True)
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:
@@ -129,6 +145,7 @@ class _Flavour:
     none: str
     star: str
     bold: str
+    kept: str = "†"
 
     def cell(self, row: pd.Series, decimals: int, both: bool, best: bool) -> str:
         def number(value: float) -> str:
@@ -141,12 +158,14 @@ class _Flavour:
             ours += f" [{row['low']:.1f}, {row['high']:.1f}]"
         if row["p"] < SIGNIFICANT:
             ours += self.star
+        if "as_of" in row and pd.notna(row["as_of"]):  # with_kept
+            ours += self.kept
         return f"{number(row['paper'])} / {ours}" if both else ours
 
 
 _PLAIN = _Flavour(none="–", star="*", bold="{}")
 _MARKDOWN = _Flavour(none="–", star="\\*", bold="**{}**")
-_LATEX = _Flavour(none="--", star="$^{*}$", bold="\\textbf{{{}}}")
+_LATEX = _Flavour(none="--", star="$^{*}$", bold="\\textbf{{{}}}", kept="$^{\\dagger}$")
 
 
 def _grid(long: pd.DataFrame, layout: Layout, flavour: _Flavour) -> pd.DataFrame:

@@ -12,7 +12,15 @@ from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, plots
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, result_rows
-from drehr_utils.evaluation.tables import Layout, paper_figures, read_table, save_table, show_table, with_paper
+from drehr_utils.evaluation.tables import (
+    Layout,
+    paper_figures,
+    read_table,
+    save_table,
+    show_table,
+    with_kept,
+    with_paper,
+)
 from drehr_utils.profiles import ROOT
 
 SINGLE, MULTI = ["MRR", "NDCG", "MAP"], ["MRR", "NDCG@10", "R@100"]
@@ -41,6 +49,29 @@ def test_drehr_table_4_repeats_cliniq_table_3():
     shared = ours.index.intersection(theirs.index)
     assert len(shared.get_level_values("system").unique()) == 5 and len(shared) >= 5 * 6
     pd.testing.assert_series_equal(ours[shared], theirs[shared])
+
+
+def test_a_run_without_data_keeps_the_committed_rows_and_says_of_when(tmp_path, capsys):
+    def rows(group, value):
+        return pd.DataFrame([("A", "", group, "R@1", np.nan, value, np.nan, np.nan, np.nan)], columns=RESULT_COLUMNS)
+
+    layout = Layout(columns=("group",))
+    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 2.0)]), "t", layout, tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "x", "--date", "2026-01-02T00:00"]):
+        subprocess.run([*git, *step], check=True, env=os.environ | {"GIT_COMMITTER_DATE": "2026-01-02T00:00"})
+    whole = rows("notes", 3.0)
+    assert with_kept(whole, "t", "", tmp_path) is whole  # nothing lacks
+    assert with_kept(whole, "new", "group == 'MedQuAD'", tmp_path) is whole  # nothing is there
+    for _ in range(2):  # a second such run keeps the date, too
+        long = with_kept(whole, "t", "group == 'MedQuAD'", tmp_path)
+        cells = save_table(long, "t", layout, tmp_path)
+        assert cells.loc["A"].tolist() == ["3.00", "2.00†"]
+        assert "t: 1 rows with a † are of 2026-01-02" in capsys.readouterr().out
+        assert read_table("t", tmp_path)["as_of"].tolist()[1] == "2026-01-02"
+    assert "2.00$^{\\dagger}$" in (tmp_path / "t.tex").read_text()
+    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 4.0)]), "t", layout, tmp_path)
+    assert "as_of" not in read_table("t", tmp_path)
 
 
 @pytest.mark.parametrize("drehr_table, cliniq_table", [(5, 4), (6, 5)])
