@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from drehr_utils.papers.capr.models import SCALE, TwoTowers, poly_score
 from drehr_utils.papers.capr.passages import Passage
@@ -41,28 +41,15 @@ class LongEncoder(TwoTowers):
     tokens, global on the surrounding ones; equation 2 sees the passage's tokens alone, so that the context speaks
     through them."""
 
-    def __init__(
-        self,
-        query_model: PreTrainedModel,
-        passage_model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        poly: bool,
-        query_tokens: int = 32,
-        max_tokens: int = 4096,
-    ):
+    def __init__(self, name: str, *, poly: bool, query_tokens: int = 32, max_tokens: int = 4096):
+        """`name`: a hub's or a folder's, such as `allenai/longformer-base-4096`."""
         super().__init__()
-        self.query_model, self.passage_model, self.tokenizer = query_model, passage_model, tokenizer
-        self.poly, self.query_tokens, self.max_tokens = poly, query_tokens, max_tokens
-        self.W_attn = nn.Parameter(torch.eye(query_model.config.hidden_size)) if poly else None
-
-    @classmethod
-    def load(cls, name: str, **options) -> LongEncoder:
-        """From a hub name or folder, such as `allenai/longformer-base-4096`."""
-        models = [AutoModel.from_pretrained(name) for _ in range(2)]
-        for model in models:
+        self.query_model, self.passage_model = (AutoModel.from_pretrained(name) for _ in range(2))
+        for model in (self.query_model, self.passage_model):
             model.activation_checkpointing_enable()  # a batch of 32 long passages would not fit otherwise
-        return cls(*models, AutoTokenizer.from_pretrained(name), **options)
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.poly, self.query_tokens, self.max_tokens = poly, query_tokens, max_tokens
+        self.W_attn = nn.Parameter(torch.eye(self.query_model.config.hidden_size)) if poly else None
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         options = dict(truncation=True, max_length=self.query_tokens, padding=True, return_token_type_ids=False)

@@ -123,14 +123,10 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def entities_in(text: str, matcher: EntityMatcher) -> tuple[str, ...]:
-    """The matcher's terms of three letters or more in a cleaned text, each once, in order of their first mention."""
-    terms = dict.fromkeys(match.term for match in matcher.find(text))
-    return tuple(term for term in terms if sum(c.isalpha() for c in term) >= 3)
-
-
 def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = None) -> list[Passage]:
-    """A note's passages: its sections, those longer than `max_words` cut between sentences (None: never)."""
+    """A note's passages: its sections, those longer than `max_words` cut between sentences (None: never).
+
+    Their entities are the matcher's terms of three letters or more, each once, in order of their first mention."""
     document: list[str] = []
     spans: list[tuple[str | None, int, int]] = []
     for aspect, body in sections(note.text):
@@ -144,12 +140,12 @@ def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = No
             words += length
         if len(document) > start:
             spans.append((aspect, start, len(document)))
-    whole = tuple(document)
-    entities = [entities_in(" ".join(whole[start:end]), matcher) for _, start, end in spans]
-    return [
-        Passage(f"{note.note_id}_{k}", note.note_id, aspect, entities[k], whole, start, end)
-        for k, (aspect, start, end) in enumerate(spans)
-    ]
+    whole, passages = tuple(document), []
+    for k, (aspect, start, end) in enumerate(spans):
+        terms = dict.fromkeys(match.term for match in matcher.find(" ".join(whole[start:end])))
+        entities = tuple(term for term in terms if sum(map(str.isalpha, term)) >= 3)
+        passages.append(Passage(f"{note.note_id}_{k}", note.note_id, aspect, entities, whole, start, end))
+    return passages
 
 
 def query_text(entity: str, aspect: str) -> str:
