@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import read_text_lines
 from drehr_utils.papers.radiology.reports import OPEN_CXR
 from drehr_utils.search.bm25 import words
 
@@ -29,8 +28,7 @@ class Finding:
 
 def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Finding]:
     """The findings in the file's order. Raises DataError, naming file, row and field, where a line isn't one."""
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file, delimiter="\t"))
+    rows = [line.split("\t") for _, line in read_text_lines(path)]
     if not rows or rows[0] != ["finding", "type", "variants"]:
         raise DataError(f"{path.name}, row 1: not the header finding, type, variants; restore it")
     findings: dict[str, Finding] = {}
@@ -70,9 +68,7 @@ def longest_common_subfix(phrase: Sequence[str], sentence: Sequence[str]) -> lis
             if partial_match(part, word):
                 reachable = (best[i] for i in range(max(0, j - 1 - MAX_GAP), j) if i in best)
                 fresh[j] = min(([*chain, j] for chain in reachable), key=_order, default=[j])
-        for j, chain in fresh.items():
-            if j not in best or _order(chain) < _order(best[j]):
-                best[j] = chain
+        best |= {j: min(best.get(j, chain), chain, key=_order) for j, chain in fresh.items()}
     return min(best.values(), key=_order, default=[])
 
 

@@ -101,22 +101,20 @@ class TripletLoss:
     data: TripletSet
     pools: list[list[int]]
     config: TripletConfig
-    _mined: tuple[int, dict[int, int]] = field(default=(-1, {}), init=False)
+    _mined: tuple[int, Tensor | None] = field(default=(-1, None), init=False)
 
     def __call__(self, model: SentenceTransformer, inputs: dict[str, Tensor]) -> Tensor:
-        data, rows = self.data, inputs["entries"].tolist()
-        chosen = self._unmatched(model, int(inputs["pool"]))
-        rows = [row for row in rows if chosen[row] >= 0]
-        if not rows:  # every sentence of the batch matches every query of it: nothing to learn
+        data, rows = self.data, inputs["entries"].cpu()
+        unmatched = self._unmatched(model, int(inputs["pool"]))[rows]
+        rows, unmatched = rows[unmatched >= 0], unmatched[unmatched >= 0]
+        if not len(rows):  # every sentence of the batch matches every query of it: nothing to learn
             return torch.zeros((), device=model.device, requires_grad=True)
-        query, sentence = data.query_of[rows], data.sentence_of[rows]
-        unmatched = torch.tensor([chosen[row] for row in rows], dtype=torch.long)
-        q = _embed(model, data.queries, query)
-        m, u = _embed(model, data.sentences, torch.cat([sentence, unmatched])).chunk(2)
+        q = _embed(model, data.queries, data.query_of[rows])
+        m, u = _embed(model, data.sentences, torch.cat([data.sentence_of[rows], unmatched])).chunk(2)
         return triplet_loss(q, m, u, self.config.margin)
 
-    def _unmatched(self, model: SentenceTransformer, pool: int) -> dict[int, int]:
-        """Entry -> position of its unmatched sentence. Random sampling needs no inference."""
+    def _unmatched(self, model: SentenceTransformer, pool: int) -> Tensor:
+        """The positions of the pool's entries' unmatched sentences, int64 [entries]. Random sampling needs no model."""
         if self._mined[0] != pool:
             entries = self.pools[pool]
             query, columns = self.data.query_of[entries], self.data.sentence_of[entries].unique()
@@ -128,8 +126,8 @@ class TripletLoss:
                     S = (_embed(model, self.data.queries, query) @ said.T).float().cpu()
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + pool)
             best = sample_unmatched(S, matched, self.config.hard, generator)
-            found = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
-            self._mined = (pool, dict(zip(entries, found.tolist(), strict=True)))
+            self._mined = pool, torch.full_like(self.data.query_of, -1)
+            self._mined[1][entries] = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
         return self._mined[1]
 
 
