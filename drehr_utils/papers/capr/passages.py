@@ -8,6 +8,7 @@ passage's text, so an aspect has to be understood and can't be copied.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,29 +164,23 @@ def retrieval_task(
     if not all(p.labelled for p in pool):
         raise ValueError("a passage without entity or aspect can't be asked for; choose by Passage.labelled")
     rng = np.random.default_rng(seed)
-    by_label: dict[tuple[str, str], dict[str, int]] = {}
+    by_label: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     for passage in pool:
         for entity in passage.entities:
-            by_label.setdefault((entity, passage.aspect), {})[passage.id] = 1
+            by_label[entity, passage.aspect][passage.id] = 1
     targets: dict[tuple[str, str], int] = {}
-    for i in rng.permutation(len(pool)):
+    for i in rng.permutation(len(pool)).tolist():
         if len(targets) == n_queries:
             break
         entity = pool[i].entities[rng.integers(len(pool[i].entities))]
-        targets.setdefault((entity, pool[i].aspect), int(i))
-    ids = {f"q{k}": label for k, label in enumerate(targets)}
-    data = MedQuad(
-        queries={q: query_text(*label) for q, label in ids.items()},
-        aspects={q: aspect for q, (_, aspect) in ids.items()},
-        passages={p.id: p.text for p in pool},
-        qrels={q: by_label[label] for q, label in ids.items()},
-    )
-    n_candidates = min(n_candidates, len(pool))
-    candidates = np.empty((len(ids), n_candidates), dtype=np.int64)
-    for row, target in enumerate(targets.values()):
-        others = rng.choice(len(pool) - 1, n_candidates - 1, replace=False)
-        candidates[row] = [target, *(others + (others >= target))]  # positions after the target move up by one
-    return data, candidates
+        targets.setdefault((entity, pool[i].aspect), i)
+    data, candidates = MedQuad({}, {}, {p.id: p.text for p in pool}, {}), []
+    for k, ((entity, aspect), target) in enumerate(targets.items()):
+        data.queries[f"q{k}"], data.aspects[f"q{k}"] = query_text(entity, aspect), aspect
+        data.qrels[f"q{k}"] = by_label[entity, aspect]
+        others = rng.choice(len(pool) - 1, min(n_candidates, len(pool)) - 1, replace=False)
+        candidates.append([target, *(others + (others >= target))])  # positions after the target move up by one
+    return data, np.array(candidates)
 
 
 def question_aspect(question: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +22,7 @@ from drehr_utils import artifacts, errors, pipeline
 from drehr_utils.config import CaprSystem, StageConfig
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
-from drehr_utils.papers.capr.longformer import LongEncoder
-from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder
+from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, LongEncoder, PolyEncoder
 from drehr_utils.papers.capr.passages import Passage, note_passages, query_text, retrieval_task
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders, sampling, trainer
@@ -63,9 +62,8 @@ def held_out(profile: Profile) -> tuple[MedQuad, list[Passage], np.ndarray]:
     pool = [p for p in passages(profile, "test") if p.labelled]
     if not pool:
         raise errors.DataError("CAPR: no test passage has an entity and an aspect; check the notes' headings")
-    if size.test_passages:
-        chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
-        pool = [pool[i] for i in chosen]
+    chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
+    pool = [pool[i] for i in chosen]
     data, candidates = retrieval_task(pool, size.test_queries, size.n_candidates, profile.seed)
     return data, pool, candidates
 
@@ -93,11 +91,12 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
     return makers[system.kind]().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@dataclass
 class QueryPassagePairs(Dataset):
     """(epoch, index) -> (query, passage): one of the passage's entities at random, with its aspect (CAPR §3.1)."""
 
-    def __init__(self, labelled: Sequence[Passage], seed: int):
-        self.labelled, self.seed = labelled, seed
+    labelled: Sequence[Passage]
+    seed: int
 
     def __len__(self) -> int:
         return len(self.labelled)
@@ -235,7 +234,7 @@ def latency(model: nn.Module, query: str, texts: Sequence[Passage], n: int, repe
 def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame:
     """`system, passages, seconds` of Bi, Poly and Cross on this machine; measured once, then read from the cache."""
     size = profile.capr
-    sizes = [list(size.latency_passages), size.latency_limit, size.passage_tokens]
+    sizes = size.latency_passages, size.latency_limit, size.passage_tokens
     key = artifacts.digest(measured_latency, sizes, encoders.identity(profile.encoder), encoders.describe_device())
 
     def measure() -> pd.DataFrame:
