@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from drehr_utils.papers.capr.passages import Passage
 from drehr_utils.training.encoders import embed_buckets, token_buckets
 
 QUERY_MARK, PASSAGE_MARK = "[QUERY]", "[PASSAGE]"
 SCALE = 20.0  # of cosines before the softmax: with scores in -1..1 it could never come near the truth
-SENTENCE_TOKENS = 48  # CDV; sentences have at most 40 words
+BUCKETS = 4  # of similar length, in which a batch's texts are encoded
+SENTENCE_TOKENS, SENTENCE_BUCKETS, LSTM_DIM = 48, 6, 256  # CDV; sentences have at most 40 words
 
 
-def listwise_loss(scores: Tensor, truth: Tensor | None = None) -> Tensor:
+def listwise_loss(scores: Tensor) -> Tensor:
     """Equation 1: -1/|P| times the sum over p and q of truth(q, p) log y(q, p), y the softmax of `scores` over P.
 
-    scores: float [queries, passages]. truth: the same shape, by default the identity: a query's attached passage is the
-    positive, every other passage of the batch a negative."""
-    log_y = torch.log_softmax(scores, dim=1)
-    truth = torch.eye(*scores.shape, device=scores.device) if truth is None else truth
-    return -(truth * log_y).sum() / scores.shape[1]
+    scores: float [queries, passages]. truth is the identity: a query's attached passage is the positive, every other
+    passage of the batch a negative."""
+    truth = torch.eye(*scores.shape, device=scores.device)
+    return -(truth * torch.log_softmax(scores, dim=1)).sum() / scores.shape[1]
 
 
 def poly_score(q: Tensor, P: Tensor, mask: Tensor, W_attn: Tensor) -> Tensor:
@@ -63,17 +64,12 @@ class BiEncoder(TwoTowers):
     encoder's own (CAPR: [CLS])."""
 
     def __init__(
-        self,
-        *encoders: SentenceTransformer,
-        marks: bool = False,
-        query_tokens: int = 32,
-        passage_tokens: int = 512,
-        buckets: int = 4,
+        self, *encoders: SentenceTransformer, marks: bool = False, query_tokens: int = 32, passage_tokens: int = 512
     ):
         """`encoders`: of queries and of passages, or one whose weights they share; `marks` become tokens of its own."""
         super().__init__()
         self.encoders = nn.ModuleList(encoders)
-        self.query_tokens, self.passage_tokens, self.buckets = query_tokens, passage_tokens, buckets
+        self.query_tokens, self.passage_tokens = query_tokens, passage_tokens
         self.marks = (f"{QUERY_MARK} ", f"{PASSAGE_MARK} ") if marks else ("", "")
         for encoder in self.encoders if marks else ():
             encoder.tokenizer.add_special_tokens({"additional_special_tokens": [QUERY_MARK, PASSAGE_MARK]})
@@ -81,11 +77,11 @@ class BiEncoder(TwoTowers):
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         encoder, texts = self.encoders[0], [self.marks[0] + query for query in queries]
-        return embed_buckets(encoder, _batches(encoder, texts, self.query_tokens, 1))
+        return embed_buckets(encoder, token_buckets(encoder, texts, self.query_tokens, 1))
 
     def encode_passages(self, passages: Sequence[Passage]) -> Tensor | tuple[Tensor, Tensor]:
         encoder, texts = self.encoders[-1], [self.marks[1] + passage.text for passage in passages]
-        return embed_buckets(encoder, _batches(encoder, texts, self.passage_tokens, self.buckets))
+        return embed_buckets(encoder, token_buckets(encoder, texts, self.passage_tokens, BUCKETS))
 
 
 class PolyEncoder(BiEncoder):
@@ -101,16 +97,9 @@ class PolyEncoder(BiEncoder):
 
     def encode_passages(self, passages: Sequence[Passage]) -> tuple[Tensor, Tensor]:
         """Token embeddings [passages, tokens, dim] and their mask, bool [passages, tokens]."""
-        encoder = self.encoders[-1]
-        batches = _batches(encoder, [p.text for p in passages], self.passage_tokens, self.buckets)
-        order = torch.argsort(torch.cat([batch.pop("rows") for batch in batches]))
-        tokens, masks = [], []
-        for batch in batches:
-            embedded = nn.functional.normalize(encoder(dict(batch))["token_embeddings"].float(), dim=2)
-            tokens += SCALE**0.5 * embedded
-            masks += batch["attention_mask"].bool()
-        tokens, masks = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (tokens, masks))
-        return tokens[order], masks[order]
+        read = _token_embeddings(self.encoders[-1], [p.text for p in passages], self.passage_tokens, BUCKETS)
+        tokens, masks = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in zip(*read, strict=True))
+        return SCALE**0.5 * tokens, masks
 
     def match(self, queries: Tensor, passages: tuple[Tensor, Tensor]) -> Tensor:
         return poly_score(queries, *passages, self.W_attn)
@@ -119,9 +108,9 @@ class PolyEncoder(BiEncoder):
 class CrossEncoder(nn.Module):
     """One encoder over query and passage together, and a linear score of its pooled output (CAPR §3.2)."""
 
-    def __init__(self, encoder: SentenceTransformer, *, max_tokens: int = 512, buckets: int = 4):
+    def __init__(self, encoder: SentenceTransformer, *, max_tokens: int = 512):
         super().__init__()
-        self.encoder, self.max_tokens, self.buckets = encoder, max_tokens, buckets
+        self.encoder, self.max_tokens = encoder, max_tokens
         self.head = nn.Linear(encoder.get_embedding_dimension(), 1)
 
     def pair_scores(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
@@ -131,7 +120,7 @@ class CrossEncoder(nn.Module):
         tokens = tokenizer(first, second, truncation="only_second", max_length=self.max_tokens)
         order = torch.tensor([len(ids) for ids in tokens["input_ids"]]).argsort(stable=True)
         scores = []
-        for rows in order.split(-(-len(pairs) // self.buckets)):
+        for rows in order.split(-(-len(pairs) // BUCKETS)):
             batch = tokenizer.pad({k: [tokens[k][i] for i in rows] for k in tokens}, return_tensors="pt").to(device)
             hidden = self.encoder[0].auto_model(**batch).last_hidden_state[:, 0]  # [CLS]
             with torch.autocast(device.type, enabled=False):
@@ -151,20 +140,12 @@ class ContextualDocumentVectors(TwoTowers):
     embeddings are computed once, with average pooling. Else the sentence encoder is trained too, from its [CLS] token.
     """
 
-    def __init__(
-        self,
-        encoder: SentenceTransformer,
-        query_encoder: SentenceTransformer,
-        *,
-        frozen: bool = True,
-        hidden: int = 256,
-        buckets: int = 6,
-    ):
+    def __init__(self, encoder: SentenceTransformer, query_encoder: SentenceTransformer, *, frozen: bool = True):
         super().__init__()
         dim = encoder.get_embedding_dimension()
-        self.encoder, self.frozen, self.buckets = encoder, frozen, buckets
-        self.lstm = nn.LSTM(dim, hidden, batch_first=True, bidirectional=True)
-        self.heads = nn.ModuleList([nn.Linear(2 * hidden, dim), nn.Linear(2 * hidden, dim)])  # entity, aspect
+        self.encoder, self.frozen = encoder, frozen
+        self.lstm = nn.LSTM(dim, LSTM_DIM, batch_first=True, bidirectional=True)
+        self.heads = nn.ModuleList([nn.Linear(2 * LSTM_DIM, dim) for _ in ("entity", "aspect")])
         self._query_encoder = [query_encoder.eval().requires_grad_(False)]  # in a list: no part of the trained weights
         self._known: dict[tuple[bool, str], Tensor] = {}  # embeddings that stay: of query parts and frozen sentences
         encoder.requires_grad_(not frozen)
@@ -185,34 +166,106 @@ class ContextualDocumentVectors(TwoTowers):
         documents = list(dict.fromkeys(p.document for p in passages))
         sentences = list(dict.fromkeys(s for document in documents for s in document))
         at = {sentence: i for i, sentence in enumerate(sentences)}
-        embedded = self._fixed(self.encoder, sentences, False) if self.frozen else self._tuned(sentences)
-        device = embedded.device
-        rows = [torch.tensor([at[s] for s in document], device=device) for document in documents]
-        packed = nn.utils.rnn.pack_sequence([embedded[r] for r in rows], enforce_sorted=False)
-        with torch.autocast(device.type, enabled=False):
+        if self.frozen:
+            embedded = self._fixed(self.encoder, sentences, False)
+        else:
+            read = _token_embeddings(self.encoder, sentences, SENTENCE_TOKENS, SENTENCE_BUCKETS)
+            embedded = torch.stack([tokens[0] for tokens, _ in read])  # [CLS]
+        packed = nn.utils.rnn.pack_sequence([embedded[[at[s] for s in d]] for d in documents], enforce_sorted=False)
+        with torch.autocast(embedded.device.type, enabled=False):
             hidden, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
             vectors = torch.cat([nn.functional.normalize(head(hidden), dim=2) for head in self.heads], dim=2) / 2**0.5
-        where = {document: i for i, document in enumerate(documents)}
-        return torch.stack([vectors[where[p.document], p.start : p.end].mean(dim=0) for p in passages])
-
-    def _tuned(self, sentences: list[str]) -> Tensor:
-        batches = _batches(self.encoder, sentences, SENTENCE_TOKENS, self.buckets)
-        rows = torch.cat([batch.pop("rows") for batch in batches])
-        cls = torch.cat([self.encoder[0].auto_model(**batch).last_hidden_state[:, 0].float() for batch in batches])
-        return nn.functional.normalize(cls[torch.argsort(rows)], dim=1)
+        of = dict(zip(documents, vectors, strict=True))
+        return torch.stack([of[p.document][p.start : p.end].mean(dim=0) for p in passages])
 
     @torch.no_grad()
     def _fixed(self, encoder: SentenceTransformer, texts: list[str], query: bool) -> Tensor:
         new = [text for text in dict.fromkeys(texts) if (query, text) not in self._known]
         if new:
-            embedded = embed_buckets(encoder, _batches(encoder, new, SENTENCE_TOKENS, -(-len(new) // 64)))
+            embedded = embed_buckets(encoder, token_buckets(encoder, new, SENTENCE_TOKENS, -(-len(new) // 64)))
             self._known.update(zip([(query, text) for text in new], embedded, strict=True))
         return torch.stack([self._known[query, text] for text in texts])
 
 
-def _batches(
+def _token_embeddings(
     encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int
-) -> list[dict[str, Tensor]]:
-    """token_buckets on the encoder's device."""
-    batches = token_buckets(encoder, texts, max_tokens, buckets)
-    return [{name: tensor.to(encoder.device) for name, tensor in batch.items()} for batch in batches]
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each text its tokens' unit vectors, float32 [tokens, dim], and bool [tokens], False for padding."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch in token_buckets(encoder, texts, max_tokens, buckets):
+        rows = batch.pop("rows").tolist()
+        read = encoder({name: tensor.to(encoder.device) for name, tensor in batch.items()})
+        tokens = nn.functional.normalize(read["token_embeddings"].float(), dim=2)
+        found.update(zip(rows, zip(tokens, read["attention_mask"].bool(), strict=True), strict=True))
+    return [found[i] for i in range(len(texts))]
+
+
+# --- long inputs: a passage amid its document on a Longformer (CAPR §3.2), for the profile `mimic` --------------------
+
+
+def passage_amid_document(
+    passage: Passage, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> tuple[list[int], slice]:
+    """Token ids of the passage with as much of its document around it as fits, and where in them the passage's stand.
+
+    Sentences join in turn, from before and after; the first that doesn't fit ends its side. A passage that is too long
+    by itself loses its end. The two special tokens at the ends are not the passage's."""
+    ids = [tokenizer(sentence, add_special_tokens=False)["input_ids"] for sentence in passage.document]
+    own = [i for sentence in ids[passage.start : passage.end] for i in sentence][: max_tokens - 2]
+    room, before, after = max_tokens - 2 - len(own), [], []
+    next_at = {-1: passage.start - 1, 1: passage.end}  # the sentence that would join before, and after
+    while next_at:
+        for side, i in list(next_at.items()):
+            if not (0 <= i < len(ids) and len(ids[i]) <= room):
+                del next_at[side]
+                continue
+            before, after = (ids[i] + before, after) if side < 0 else (before, after + ids[i])
+            room, next_at[side] = room - len(ids[i]), i + side
+    first = 1 + len(before)
+    return [tokenizer.cls_token_id, *before, *own, *after, tokenizer.sep_token_id], slice(first, first + len(own))
+
+
+class LongEncoder(TwoTowers):
+    """Bi- or Poly-encoder on two Longformers.
+
+    Bi: global attention on the first token, which is the passage's embedding. Poly: local attention on the passage's
+    tokens, global on the surrounding ones; equation 2 sees the passage's tokens alone, so that the context speaks
+    through them."""
+
+    def __init__(self, name: str, *, poly: bool, query_tokens: int = 32, max_tokens: int = 4096):
+        """`name`: a hub's or a folder's, such as `allenai/longformer-base-4096`."""
+        super().__init__()
+        self.query_model, self.passage_model = (AutoModel.from_pretrained(name) for _ in range(2))
+        for model in (self.query_model, self.passage_model):
+            model.activation_checkpointing_enable()  # a batch of 32 long passages would not fit otherwise
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.poly, self.query_tokens, self.max_tokens = poly, query_tokens, max_tokens
+        self.W_attn = nn.Parameter(torch.eye(self.query_model.config.hidden_size)) if poly else None
+
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        options = dict(truncation=True, max_length=self.query_tokens, padding=True, return_token_type_ids=False)
+        batch = self.tokenizer(list(queries), return_tensors="pt", **options).to(self.query_model.device)
+        first = _first_token(batch["input_ids"])
+        hidden = self.query_model(**batch, global_attention_mask=first).last_hidden_state[:, 0]
+        return (SCALE**0.5 if self.poly else 1.0) * nn.functional.normalize(hidden.float(), dim=1)
+
+    def encode_passages(self, passages: Sequence[Passage]) -> Tensor | tuple[Tensor, Tensor]:
+        rows, spans = zip(*(passage_amid_document(p, self.tokenizer, self.max_tokens) for p in passages), strict=True)
+        batch = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.passage_model.device)
+        own = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        for row, span in enumerate(spans):
+            own[row, span] = True
+        everywhere = batch["attention_mask"] * ~own if self.poly else _first_token(own)
+        hidden = self.passage_model(**batch, global_attention_mask=everywhere).last_hidden_state.float()
+        if self.poly:
+            return SCALE**0.5 * nn.functional.normalize(hidden, dim=2), own
+        return nn.functional.normalize(hidden[:, 0], dim=1)
+
+    def match(self, queries: Tensor, passages: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return poly_score(queries, *passages, self.W_attn) if self.poly else super().match(queries, passages)
+
+
+def _first_token(like: Tensor) -> Tensor:
+    mask = torch.zeros_like(like, dtype=torch.long)
+    mask[:, 0] = 1
+    return mask

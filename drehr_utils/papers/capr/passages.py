@@ -8,6 +8,7 @@ passage's text, so an aspect has to be understood and can't be copied.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,14 +124,10 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def entities_in(text: str, matcher: EntityMatcher) -> tuple[str, ...]:
-    """The matcher's terms of three letters or more in a cleaned text, each once, in order of their first mention."""
-    terms = dict.fromkeys(match.term for match in matcher.find(text))
-    return tuple(term for term in terms if sum(c.isalpha() for c in term) >= 3)
-
-
 def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = None) -> list[Passage]:
-    """A note's passages: its sections, those longer than `max_words` cut between sentences (None: never)."""
+    """A note's passages: its sections, those longer than `max_words` cut between sentences (None: never).
+
+    Their entities are the matcher's terms of three letters or more, each once, in order of their first mention."""
     document: list[str] = []
     spans: list[tuple[str | None, int, int]] = []
     for aspect, body in sections(note.text):
@@ -144,12 +141,12 @@ def note_passages(note: Note, matcher: EntityMatcher, max_words: int | None = No
             words += length
         if len(document) > start:
             spans.append((aspect, start, len(document)))
-    whole = tuple(document)
-    entities = [entities_in(" ".join(whole[start:end]), matcher) for _, start, end in spans]
-    return [
-        Passage(f"{note.note_id}_{k}", note.note_id, aspect, entities[k], whole, start, end)
-        for k, (aspect, start, end) in enumerate(spans)
-    ]
+    whole, passages = tuple(document), []
+    for k, (aspect, start, end) in enumerate(spans):
+        terms = dict.fromkeys(match.term for match in matcher.find(" ".join(whole[start:end])))
+        entities = tuple(term for term in terms if sum(map(str.isalpha, term)) >= 3)
+        passages.append(Passage(f"{note.note_id}_{k}", note.note_id, aspect, entities, whole, start, end))
+    return passages
 
 
 def query_text(entity: str, aspect: str) -> str:
@@ -167,29 +164,23 @@ def retrieval_task(
     if not all(p.labelled for p in pool):
         raise ValueError("a passage without entity or aspect can't be asked for; choose by Passage.labelled")
     rng = np.random.default_rng(seed)
-    by_label: dict[tuple[str, str], dict[str, int]] = {}
+    by_label: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
     for passage in pool:
         for entity in passage.entities:
-            by_label.setdefault((entity, passage.aspect), {})[passage.id] = 1
+            by_label[entity, passage.aspect][passage.id] = 1
     targets: dict[tuple[str, str], int] = {}
-    for i in rng.permutation(len(pool)):
+    for i in rng.permutation(len(pool)).tolist():
         if len(targets) == n_queries:
             break
         entity = pool[i].entities[rng.integers(len(pool[i].entities))]
-        targets.setdefault((entity, pool[i].aspect), int(i))
-    ids = {f"q{k}": label for k, label in enumerate(targets)}
-    data = MedQuad(
-        queries={q: query_text(*label) for q, label in ids.items()},
-        aspects={q: aspect for q, (_, aspect) in ids.items()},
-        passages={p.id: p.text for p in pool},
-        qrels={q: by_label[label] for q, label in ids.items()},
-    )
-    n_candidates = min(n_candidates, len(pool))
-    candidates = np.empty((len(ids), n_candidates), dtype=np.int64)
-    for row, target in enumerate(targets.values()):
-        others = rng.choice(len(pool) - 1, n_candidates - 1, replace=False)
-        candidates[row] = [target, *(others + (others >= target))]  # positions after the target move up by one
-    return data, candidates
+        targets.setdefault((entity, pool[i].aspect), i)
+    data, candidates = MedQuad({}, {}, {p.id: p.text for p in pool}, {}), []
+    for k, ((entity, aspect), target) in enumerate(targets.items()):
+        data.queries[f"q{k}"], data.aspects[f"q{k}"] = query_text(entity, aspect), aspect
+        data.qrels[f"q{k}"] = by_label[entity, aspect]
+        others = rng.choice(len(pool) - 1, min(n_candidates, len(pool)) - 1, replace=False)
+        candidates.append([target, *(others + (others >= target))])  # positions after the target move up by one
+    return data, np.array(candidates)
 
 
 def question_aspect(question: str) -> str | None:

@@ -58,12 +58,3 @@ def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, sco
     of = pd.DataFrame(found, columns=["same aspect", "same entity"], dtype=bool)
     of["neither"] = ~of.any(axis=1)
     return pd.concat([pd.Series({"wrong first passages": len(found)}), 100 * of.mean()])
-
-
-def as_large(ours: pd.Series, figures: pd.DataFrame, tolerance: float = 0.01) -> str | None:
-    """The data set of the paper's Table 1 (tables.paper_figures) whose numbers of documents and passages are ours.
-
-    They may differ by no more than `tolerance`, relative to the paper's; None where none has them."""
-    printed = figures.pivot(index="group", columns="metric", values="value")[["documents", "passages"]]
-    differ = (ours[printed.columns].to_numpy() / printed - 1).abs().max(axis=1)
-    return None if differ.min() > tolerance else differ.idxmin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,22 +22,13 @@ from drehr_utils import artifacts, errors, pipeline
 from drehr_utils.config import CaprSystem, StageConfig
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
-from drehr_utils.papers.capr.longformer import LongEncoder
-from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, PolyEncoder
+from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, LongEncoder, PolyEncoder
 from drehr_utils.papers.capr.passages import Passage, note_passages, query_text, retrieval_task
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders, sampling, trainer
 
 START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
-IN_PAPER = {
-    BI_SHARED: "CAPR-BioBERT-Bi-shared",
-    BI: "CAPR-BioBERT-Bi",
-    POLY: "CAPR-BioBERT-Poly",
-    CROSS: "CAPR-BioBERT-Cross",
-    CDV: "CDV+BioBERT",
-    CDV_FINETUNE: "CDV+BioBERT-finetune",
-}
 
 
 @cache
@@ -71,9 +62,8 @@ def held_out(profile: Profile) -> tuple[MedQuad, list[Passage], np.ndarray]:
     pool = [p for p in passages(profile, "test") if p.labelled]
     if not pool:
         raise errors.DataError("CAPR: no test passage has an entity and an aspect; check the notes' headings")
-    if size.test_passages:
-        chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
-        pool = [pool[i] for i in chosen]
+    chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
+    pool = [pool[i] for i in chosen]
     data, candidates = retrieval_task(pool, size.test_queries, size.n_candidates, profile.seed)
     return data, pool, candidates
 
@@ -86,9 +76,6 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
     def start(pooling: str | None = profile.pooling):
         return encoders.load_encoder(system.encoder or profile.encoder, pooling)
 
-    def longformer(poly: bool):
-        return LongEncoder.load(system.encoder, poly=poly, query_tokens=size.query_tokens)
-
     torch.manual_seed(profile.seed)  # of the weights that start at random
     makers: dict[str, Callable[[], nn.Module]] = {
         "start": lambda: BiEncoder(start(), **lengths),
@@ -98,17 +85,18 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
         "cdv": lambda: ContextualDocumentVectors(start("mean"), start()),
         "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),
-        "longformer-bi": lambda: longformer(poly=False),
-        "longformer-poly": lambda: longformer(poly=True),
+        "longformer-bi": lambda: LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
+        "longformer-poly": lambda: LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),
     }
     return makers[system.kind]().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@dataclass
 class QueryPassagePairs(Dataset):
     """(epoch, index) -> (query, passage): one of the passage's entities at random, with its aspect (CAPR §3.1)."""
 
-    def __init__(self, labelled: Sequence[Passage], seed: int):
-        self.labelled, self.seed = labelled, seed
+    labelled: Sequence[Passage]
+    seed: int
 
     def __len__(self) -> int:
         return len(self.labelled)
@@ -124,13 +112,7 @@ def _collate(pairs: list[tuple[str, Passage]]) -> dict[str, list]:
     return {"queries": [query for query, _ in pairs], "passages": [passage for _, passage in pairs]}
 
 
-def train(
-    model: nn.Module,
-    labelled: Sequence[Passage],
-    config: StageConfig,
-    output: Path,
-    **options,
-) -> pd.DataFrame:
+def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, output: Path, **options) -> pd.DataFrame:
     """trainer.train with equation 1 on labelled passages (CAPR §4.3); `options`: its own. Returns step and loss."""
     schedule = sampling.batch_schedule([p.document_id for p in labelled], config)
     pairs = QueryPassagePairs(labelled, config.seed)
@@ -170,28 +152,21 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
 
 
 def candidate_scores(
-    model: nn.Module,
-    queries: Sequence[str],
-    texts: Sequence[Passage],
-    candidates: np.ndarray,
-    block: int = 256,
-    progress: bool = False,
+    model: nn.Module, queries: Sequence[str], texts: Sequence[Passage], candidates: np.ndarray, block: int = 256
 ) -> np.ndarray:
     """The model's scores of each query's candidates, float32 [queries, candidates]; positions are into `texts`.
 
     A passage is encoded once, whatever the number of its queries, except by the Cross-encoder."""
+    scores = np.empty(candidates.shape, dtype=np.float32)
     with _inference(model):
         if isinstance(model, CrossEncoder):
-            flat, asked = candidates.ravel(), np.repeat(np.arange(len(queries)), candidates.shape[1])
-            order = np.argsort([len(texts[i].text) for i in flat], kind="stable")
-            scores = np.empty(flat.shape, dtype=np.float32)
-            for part in tqdm(_blocks(order, block), unit="block", disable=not progress):
-                pairs = [(queries[asked[k]], texts[flat[k]].text) for k in part]
-                scores[part] = model.pair_scores(pairs).float().cpu().numpy()
-            return scores.reshape(candidates.shape)
+            order = np.argsort([len(texts[i].text) for i in candidates.flat], kind="stable")
+            for part in tqdm(_blocks(order, block), unit="block"):
+                pairs = [(queries[k // candidates.shape[1]], texts[candidates.flat[k]].text) for k in part]
+                scores.flat[part] = model.pair_scores(pairs).float().cpu().numpy()
+            return scores
         encoded = model.encode_queries(queries).split(block)
-        scores = np.empty(candidates.shape, dtype=np.float32)
-        for part in tqdm(_blocks(np.unique(candidates), block), unit="block", disable=not progress):
+        for part in tqdm(_blocks(np.unique(candidates), block), unit="block"):
             passages_part = model.encode_passages([texts[i] for i in part])
             with torch.autocast(encoded[0].device.type, enabled=False):
                 matched = torch.cat([model.match(q, passages_part) for q in encoded]).float().cpu().numpy()
@@ -221,7 +196,7 @@ def scored(
     key = artifacts.digest(candidate_scores, key, asked, _digest(texts), candidates)
     return artifacts.cached_file(
         profile.cache / f"capr/scores/{task}-{profile.capr.system(name).kind}-{key}.npy",
-        lambda: candidate_scores(model, asked, texts, candidates, progress=True),
+        lambda: candidate_scores(model, asked, texts, candidates),
     )
 
 
@@ -259,7 +234,7 @@ def latency(model: nn.Module, query: str, texts: Sequence[Passage], n: int, repe
 def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame:
     """`system, passages, seconds` of Bi, Poly and Cross on this machine; measured once, then read from the cache."""
     size = profile.capr
-    sizes = [list(size.latency_passages), size.latency_limit, size.passage_tokens]
+    sizes = size.latency_passages, size.latency_limit, size.passage_tokens
     key = artifacts.digest(measured_latency, sizes, encoders.identity(profile.encoder), encoders.describe_device())
 
     def measure() -> pd.DataFrame:

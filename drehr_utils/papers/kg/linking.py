@@ -14,13 +14,12 @@ import simple_icd_10_cm as icd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import read_text_lines
+from drehr_utils.files import iter_rows, read_text_lines
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg.tasks import Task, icd10_codes, icd10_description, icd10_parent, icd10_sections, text_key
 from drehr_utils.search.fusion import rank, tie_keys
 
 METRICS = {"R@1": 1, "R@25": 25}
-LINKING_COLUMNS = ["note_id", "split", "mention", "icd10cm_code", "icd10cm_title"]
 REPEATED = "repeats another (mention, concept) pair"
 
 
@@ -80,25 +79,20 @@ def load_open_linking(path: Path) -> TestSet:
 
     A code with a seventh character counts as the code above: a mention doesn't say which encounter it is.
     Raises DataError (file, row, field) for a missing column, an empty mention or an unknown code."""
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    if missing := [column for column in LINKING_COLUMNS if column not in table]:
-        raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column")
     concepts, mentions, left_out = icd10_concepts(), {}, Counter()
-    for row, record in enumerate(table.itertuples(), 2):
-        code = record.icd10cm_code
+    for row, record in iter_rows(path, ("note_id", "mention", "icd10cm_code")):
+        document, text, given = record.values()
+        code, where = given, f"{path.name}, row {row}, field"
         while icd.is_valid_item(code) and icd.is_extended_subcategory(code):
             code = icd.get_parent(code)  # without the seventh character, and without the X that fills up to it
-        if not record.mention.strip():
-            raise DataError(f"{path.name}, row {row}, field mention: empty")
+        if not text.strip():
+            raise DataError(f"{where} mention: empty")
         if code not in concepts:
-            raise DataError(
-                f"{path.name}, row {row}, field icd10cm_code: {record.icd10cm_code!r} is no specific code of ICD-10-CM"
-            )
-        key = (text_key(record.mention), code)
-        if key in mentions:
+            raise DataError(f"{where} icd10cm_code: {given!r} is no specific code of ICD-10-CM")
+        if (key := (text_key(text), code)) in mentions:
             left_out[REPEATED] += 1
         else:
-            mentions[key] = Mention(f"L{row}", record.note_id, record.mention, frozenset([code]))
+            mentions[key] = Mention(f"L{row}", document, text, frozenset([code]))
     found = TestSet("OpenLinking", "ICD-10", concepts, {}, list(mentions.values()), left_out)
     return replace(found, names={c: [t for texts in icd10_sections(c).values() for t in texts] for c in found.gold})
 
@@ -146,12 +140,10 @@ def load_ncbi_disease(graph: KnowledgeGraph, name: str) -> TestSet | None:
 
     Distinct (mention, concept) pairs; those of several concepts, of OMIM or of a descriptor that resolve_ids doesn't
     know are left out and counted. None without the files."""
-    root = public_data.locate("ncbi_disease")
-    if root is None:
+    if (root := public_data.locate("ncbi_disease")) is None:
         return None
-    train, develop, test = (
-        read_ncbi(root / "ncbi_disease" / f"NCBI{part}set_corpus.txt.gz") for part in ("train", "develop", "test")
-    )
+    paths = (root / f"ncbi_disease/NCBI{part}set_corpus.txt.gz" for part in ("train", "develop", "test"))
+    train, develop, test = map(read_ncbi, paths)
     cui_of = resolve_ids(train + develop, graph)
     mentions, left_out, seen = [], Counter(), set()
     for document, text, concept in test:
@@ -178,8 +170,7 @@ def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int, bu
     """A task's dev pairs as a test set: mentions that are no training pair's mention, among dev's concepts.
 
     A text may be another training pair's concept: a parent in one pair is a child in the next. `concepts`: how many of
-    dev's concept texts are drawn at most, beside the gold ones. `but`: mentions that something was chosen by, left out.
-    A mention with several concepts counts as found with any of them."""
+    dev's concepts are drawn at most, beside the gold ones. `but`: mentions that something was chosen by, left out."""
     chosen_by = [int(mention.id) for mention in but]
     unseen = np.setdiff1d(dev.mention, np.union1d(train.mention, np.array(chosen_by, dtype=int)))
     own = _as_test_set(f"{train.name}, dev", dev, unseen, mentions, concepts, seed)
@@ -247,7 +238,7 @@ def recall_values(test_set: TestSet, scores: Callable[[list[str]], np.ndarray]) 
         block, ties = np.asarray(scores([m.text for m in part])), tie_keys([m.id for m in part], ids)
         for m, values, keys in zip(part, block, ties, strict=True):
             place = gold_rank(values, keys, [at[c] for c in m.concepts])
-            found = {name: 100.0 * (place <= k) for name, k in METRICS.items()}
-            rows += [(m.id, min(m.concepts), test_set.graph, *item) for item in found.items()]
+            told = (m.id, min(m.concepts), test_set.graph)
+            rows += [(*told, name, 100.0 * (place <= k)) for name, k in METRICS.items()]
     frame = pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
     return frame.sort_values(["metric", "search_id"], ignore_index=True)

@@ -66,11 +66,11 @@ def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[i
     return schedule
 
 
+@dataclass
 class TaskPairs(Dataset):
     """(task, pair) -> (task, mention, concept)."""
 
-    def __init__(self, tasks: Sequence[Task]):
-        self.tasks = tasks
+    tasks: Sequence[Task]
 
     def __len__(self) -> int:
         return sum(map(len, self.tasks))
@@ -111,11 +111,7 @@ def pair_loss(model: SentenceTransformer, inputs: dict, config: PairConfig) -> T
 
 
 def train_pairs(
-    encoder: SentenceTransformer,
-    tasks: Sequence[Task],
-    config: PairConfig,
-    output: Path,
-    **options,
+    encoder: SentenceTransformer, tasks: Sequence[Task], config: PairConfig, output: Path, **options
 ) -> pd.DataFrame:
     """trainer.train on one task, or on several with their losses summed (§6.1); `options`: its own."""
     schedule = pair_schedule([len(task) for task in tasks], config)

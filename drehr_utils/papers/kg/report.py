@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,21 +49,6 @@ def gain_draws(
     return pd.concat(frames, axis=1).rename_axis(columns=["system", "group", "metric"])
 
 
-def learnt(profile: Profile, model: Path, test_set: TestSet) -> dict[str, float]:
-    """R@1 of a trained model against the starting encoder: the gain, its p, mentions put right and put wrong."""
-    before, after = (recall(profile, test_set, m).query("metric == 'R@1'") for m in ("start", model))
-    gain = intervals.gain_rows("", "", "", after, before, profile.resampling).iloc[0]
-    change = after["value"].to_numpy() - before["value"].to_numpy()  # both by search_id
-    put = {"right": int((change > 0).sum()), "wrong": int((change < 0).sum())}
-    return {"gain": gain["ours"], "p": gain["p"], **put, "mentions": len(change)}
-
-
-def first_hits(profile: Profile, systems: Mapping[str, Path], test_set: TestSet) -> pd.DataFrame:
-    """Whether each mention's gold concept comes first: bool [mentions, systems], indexed by the mention's id."""
-    frames = {name: recall(profile, test_set, model).query("metric == 'R@1'") for name, model in systems.items()}
-    return pd.DataFrame({name: frame.set_index("search_id")["value"] > 0 for name, frame in frames.items()})
-
-
 # --- the paper's figures --------------------------------------------------------------------------------------------
 
 
@@ -80,20 +64,3 @@ def counts(profile: Profile, sizes: Mapping[str, Mapping[str, int]], table: int)
     ours = pd.DataFrame(sizes).T.astype(float).rename_axis(index="system", columns="metric").stack()
     long = ours.rename("ours").reset_index().assign(setting="", group="").reindex(columns=intervals.RESULT_COLUMNS)
     return tables.with_paper(long, tables.paper_figures("kg", table), paper_names(profile))
-
-
-def example_table(profile: Profile, systems: Mapping[str, Path], test_set: TestSet, each: int = 2) -> pd.DataFrame:
-    """Table 4 as a long form: mentions that one of two systems gets right at rank 1 and the other does not.
-
-    Chosen by rule: the first `each` of either kind in the test set's order, each with another concept. `setting` is
-    the mention, `group` the gold concept; the paper's own examples follow."""
-    hits = first_hits(profile, systems, test_set).reindex([m.id for m in test_set.mentions])
-    hits["setting"], hits["gold"] = zip(*((m.text, min(m.concepts)) for m in test_set.mentions), strict=True)
-    chosen = [hits[hits[a] & ~hits[b]].drop_duplicates("gold")[:each] for a, b in itertools.permutations(systems, 2)]
-    chosen = pd.concat(chosen).assign(group=lambda f: f["gold"].map(test_set.concepts), metric="R@1")
-    ours = chosen.set_index(["setting", "group", "metric"])[list(systems)].rename_axis(columns="system").stack()
-    long = (100.0 * ours).rename("ours").reset_index()
-    theirs = tables.paper_figures("kg", 4)
-    renamed = dict(zip(theirs["system"].drop_duplicates(), systems, strict=True))
-    theirs = theirs.assign(system=theirs["system"].replace(renamed), paper=PAPER_PERCENT * theirs["value"])
-    return pd.concat([long, theirs], ignore_index=True).reindex(columns=intervals.RESULT_COLUMNS)

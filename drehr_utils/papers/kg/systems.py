@@ -57,8 +57,7 @@ def _as_graph(concepts: Sequence) -> KnowledgeGraph:
             for term in concept.terms:
                 graph.add_term(concept.cui, term)
     for concept in concepts:
-        parents = [p for p in dict.fromkeys(concept.parents) if p in graph.cui2pt and p != concept.cui]
-        if parents:
+        if parents := [p for p in dict.fromkeys(concept.parents) if p in graph.cui2pt and p != concept.cui]:
             graph.is_a[concept.cui] = parents
     return graph
 

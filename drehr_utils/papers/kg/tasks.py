@@ -16,7 +16,6 @@ from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
 from drehr_utils.search.bm25 import words
 
 ALL_GRAPHS = "all"  # the comb task's `graph`
-SECTIONS = ("title", "code", "see_also")  # of an ICD-10 node: concatenated title, description, similar concepts
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,9 @@ def icd10_description(code: str) -> str:
 
 
 def icd10_sections(code: str) -> dict[str, list[str]]:
-    """A node's texts by SECTIONS (§4.1). The tabular list has no SeeAlso: its inclusion terms and "includes" notes,
-    names of conditions that get the code, are what comes nearest. "NOS" and codes in brackets are cut off."""
+    """A node's concatenated title, description and similar concepts (§4.1). The tabular list has no SeeAlso: its
+    inclusion terms and "includes" notes, names of conditions that get the code, are what comes nearest. "NOS" and codes
+    in brackets are cut off."""
     description, parent = icd10_description(code), icd10_parent(code)
     title = title_concatenation(description, icd10_description(parent)) if parent else ""
     included = map(normalize_term, [*icd.get_inclusion_term(code), *icd.get_includes(code)])
@@ -100,9 +100,8 @@ def icd10_sections(code: str) -> dict[str, list[str]]:
 def icd10_synonym_pairs(codes: Iterable[str]) -> Iterator[tuple[str, str]]:
     """m = N^L, c = N^R, L != R: each two sections of a node, both ways (§4.1)."""
     for code in codes:
-        sections = icd10_sections(code)
-        for left, right in itertools.permutations(SECTIONS, 2):
-            yield from itertools.product(sections[left], sections[right])
+        for left, right in itertools.permutations(icd10_sections(code).values(), 2):
+            yield from itertools.product(left, right)
 
 
 def icd10_graph_pairs(codes: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -148,13 +147,13 @@ def without_texts(task: Task, left_out: Iterable[str]) -> Task:
     return task.take(np.flatnonzero(~(seen[task.mention] | seen[task.concept])))
 
 
-def split_pairs(task: Task, seed: int, train_share: float = 0.8) -> tuple[Task, Task]:
+def split_pairs(task: Task, seed: int) -> tuple[Task, Task]:
     """Train and dev, 80:20 (§4.3). Both directions of a pair fall on one side, or dev would hold train's answers."""
     low, high = np.minimum(task.mention, task.concept), np.maximum(task.mention, task.concept)
     _, group = np.unique(low.astype(np.int64) * len(task.texts) + high, return_inverse=True)
     groups = group.max(initial=-1) + 1
     in_train = np.zeros(groups, dtype=bool)
-    in_train[np.random.default_rng(seed).permutation(groups)[: round(train_share * groups)]] = True
+    in_train[np.random.default_rng(seed).permutation(groups)[: round(0.8 * groups)]] = True
     return task.take(np.flatnonzero(in_train[group])), task.take(np.flatnonzero(~in_train[group]))
 
 
@@ -169,8 +168,7 @@ def comb_task(tasks: Sequence[Task], seed: int) -> Task:
     """All tasks, first down-sampled to the smallest one's size, then combined (§4.3).
 
     Raises DataError where a task has no pairs: the comb would be empty."""
-    empty = [task.name for task in tasks if not len(task)]
-    if empty:
+    if empty := [task.name for task in tasks if not len(task)]:
         raise DataError(f"comb task: {empty[0]} has no pairs; check its graph's files")
     size = min(map(len, tasks))
     parts = [down_sample(task, size, seed + i) for i, task in enumerate(tasks)]

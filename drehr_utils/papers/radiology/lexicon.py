@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import read_text_lines
 from drehr_utils.papers.radiology.reports import OPEN_CXR
 from drehr_utils.search.bm25 import words
 
@@ -29,8 +28,7 @@ class Finding:
 
 def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Finding]:
     """The findings in the file's order. Raises DataError, naming file, row and field, where a line isn't one."""
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file, delimiter="\t"))
+    rows = [line.split("\t") for _, line in read_text_lines(path)]
     if not rows or rows[0] != ["finding", "type", "variants"]:
         raise DataError(f"{path.name}, row 1: not the header finding, type, variants; restore it")
     findings: dict[str, Finding] = {}
@@ -70,9 +68,7 @@ def longest_common_subfix(phrase: Sequence[str], sentence: Sequence[str]) -> lis
             if partial_match(part, word):
                 reachable = (best[i] for i in range(max(0, j - 1 - MAX_GAP), j) if i in best)
                 fresh[j] = min(([*chain, j] for chain in reachable), key=_order, default=[j])
-        for j, chain in fresh.items():
-            if j not in best or _order(chain) < _order(best[j]):
-                best[j] = chain
+        best |= {j: min(best.get(j, chain), chain, key=_order) for j, chain in fresh.items()}
     return min(best.values(), key=_order, default=[])
 
 
@@ -92,37 +88,27 @@ class FindingMatcher:
 
     def __init__(self, lexicon: Iterable[Finding]):
         self.phrases = [(tuple(words(p)), f.name) for f in lexicon for p in f.phrases]
+        self._partners: dict[str, list[str]] = {}  # of a word, once asked for: the lexicon's words that it meets
         self.vocabulary = sorted({word for phrase, _ in self.phrases for word in phrase})
-        self._known: dict[str, list[str]] = {}
-
-    def _partners(self, word: str) -> list[str]:
-        """The lexicon's words that the word meets."""
-        if word not in self._known:
-            self._known[word] = [v for v in self.vocabulary if v[0] == word[0] and partial_match(v, word)]
-        return self._known[word]
 
     def find(self, sentence: str) -> list[Mention]:
         """The mentions, left to right; one that lies within a longer one is dropped ("effusion" in "pleural effusion",
         "edema" in "interstitial edema")."""
         spans = [m.span() for m in re.finditer(r"\w+", sentence)]
         said = [sentence[a:b].lower() for a, b in spans]
-        present = {partner for word in said for partner in self._partners(word)}
+        for word in set(said) - self._partners.keys():
+            self._partners[word] = [v for v in self.vocabulary if v[0] == word[0] and partial_match(v, word)]
+        present = {partner for word in said for partner in self._partners[word]}
         found: dict[tuple[int, ...], tuple[int, str]] = {}
         for phrase, name in self.phrases:
             if not present.issuperset(phrase):
                 continue
             letters = sum(len(w) for w in phrase if w in said)  # of two findings at one place, the literal one
-            for at in _all_matches(phrase, said):
+            start = 0
+            while len(chain := longest_common_subfix(phrase, said[start:])) == len(phrase):
+                at = tuple(start + i for i in chain)
                 if at not in found or letters > found[at][0]:
                     found[at] = (letters, name)
+                start = at[0] + 1  # each full match is looked for after the one before it
         kept = [at for at in sorted(found) if not any(set(at) < set(other) for other in found)]
         return [Mention(found[at][1], spans[at[0]][0], spans[at[-1]][1]) for at in kept]
-
-
-def _all_matches(phrase: tuple[str, ...], said: list[str]) -> list[tuple[int, ...]]:
-    """Every full match of the phrase, each found after the one before it."""
-    matches, start = [], 0
-    while len(chain := longest_common_subfix(phrase, said[start:])) == len(phrase):
-        matches.append(tuple(start + i for i in chain))
-        start = matches[-1][0] + 1
-    return matches

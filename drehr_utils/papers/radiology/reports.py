@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
-
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import read_json_lines
+from drehr_utils.files import iter_rows, read_json_lines
 from drehr_utils.knowledge import negation
 from drehr_utils.profiles import ROOT
 
@@ -43,16 +41,13 @@ def read_collection(path: Path) -> list[Report]:
 def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
     """IU X-ray's reports with their coders' problems (Demner-Fushman et al., 2016), from public_data.locate's folder;
     None without them."""
-    root = public_data.locate("iu_xray", folder)
-    if root is None:
+    if (root := public_data.locate("iu_xray", folder)) is None:
         return None
-    path = root / "iu_xray" / "indiana_reports.csv.gz"
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    columns = ["uid", "findings", "impression", "Problems"]
-    if missing := [column for column in columns if column not in table]:
-        raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; fetch the file again")
-    rows = table[columns].itertuples(index=False, name=None)
-    return [Report(*texts, tuple(dict.fromkeys(p.strip() for p in problems.split(";")))) for *texts, problems in rows]
+    reports = []
+    for _, row in iter_rows(root / "iu_xray/indiana_reports.csv.gz", ("uid", "findings", "impression", "problems")):
+        *texts, problems = row.values()
+        reports.append(Report(*texts, tuple(dict.fromkeys(p.strip() for p in problems.split(";")))))
+    return reports
 
 
 def read_judgments(path: Path = OPEN_CXR / "sentence_judgments.tsv") -> tuple[list[str], dict[str, list[str]]]:

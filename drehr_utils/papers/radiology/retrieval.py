@@ -29,14 +29,10 @@ def query_values(task: SentenceQueries, scores: np.ndarray) -> pd.DataFrame:
     """Average precision and recall (R-precision) of each query, 0 to 100, for scores [queries, sentences].
 
     Rows as metrics.single_patient's; `query_type` is positive or negative."""
-    if scores.shape != (len(task.matched), len(task.sentences)):
-        raise ValueError(f"scores have shape {scores.shape}; need {(len(task.matched), len(task.sentences))}")
     ids = [str(i) for i in range(len(task.sentences))]
-    places = [-float(i) for i in range(len(ids))]
-    rows = []
-    order = rank(scores, tie_keys(task.queries, ids))
-    for row, (query, matched) in enumerate(task.matched.items()):
-        run = {query: dict(zip([ids[i] for i in order[row]], places, strict=True))}
+    rows, order = [], rank(scores, tie_keys(task.queries, ids))
+    for (query, matched), best_first in zip(task.matched.items(), order, strict=True):
+        run = {query: {ids[i]: -float(place) for place, i in enumerate(best_first)}}
         kind = "negative" if is_negative(query) else "positive"
         for value in ir_measures.iter_calc(METRICS, {query: {ids[i]: 1 for i in matched}}, run):
             rows.append((query, query, kind, METRICS[value.measure], 100 * value.value))
@@ -107,20 +103,17 @@ def judged_task(reports: Sequence[Report], judgments: tuple[list[str], dict[str,
     return SentenceQueries(list(unique.values()), matched)
 
 
-def coded_task(reports: Sequence[Report], minimum: int) -> tuple[list[Report], dict[str, np.ndarray]]:
-    """IU X-ray by its human coders: the reports with text, and for each problem that names a finding and that at least
-    `minimum` of them carry, their positions. Queries are the headings, put in reading order ("Hernia, Hiatal")."""
+def coded_values(reports: Sequence[Report], minimum: int, score: Score) -> pd.DataFrame:
+    """IU X-ray by its human coders, where a report with text scores as its best sentence. Values as query_values'.
+
+    Queries are the coders' headings, put in reading order ("Hernia, Hiatal"), that name a finding and that at least
+    `minimum` of the reports carry."""
     texts = [r for r in reports if r.sentences]
     carried: dict[str, list[int]] = defaultdict(list)
     for i, report in enumerate(texts):
         for problem in report.problems:
             carried[" ".join(reversed(problem.lower().split(", ")))].append(i)
-    return texts, {q: np.array(rows) for q, rows in carried.items() if len(rows) >= minimum and q not in NOT_A_FINDING}
-
-
-def coded_values(reports: Sequence[Report], minimum: int, score: Score) -> pd.DataFrame:
-    """coded_task, where a report scores as its best sentence. Values as query_values'."""
-    texts, coded = coded_task(reports, minimum)
+    coded = {q: np.array(rows) for q, rows in carried.items() if len(rows) >= minimum and q not in NOT_A_FINDING}
     at = {s: i for i, s in enumerate(dict.fromkeys(s for r in texts for s in r.sentences))}
     scores = score(list(coded), list(at))
     best = np.stack([scores[:, [at[s] for s in r.sentences]].max(axis=1) for r in texts], axis=1)

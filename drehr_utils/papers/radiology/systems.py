@@ -63,17 +63,12 @@ def _trained(
     profile: Profile, kind: str, train: Callable[..., SentenceTransformer], data: Sequence, config: TripletConfig
 ) -> SentenceTransformer:
     """The starting encoder after `train` on the data, kept in the cache."""
-    key = artifacts.digest(train, data, config, _start(profile))
+    key = artifacts.digest(train, data, config, pipeline.start_digest(profile))
 
     def make(partial: Path) -> None:
         encoders.save_encoder(train(pipeline.starting_encoder(profile), data, config), partial)
 
     return encoders.load_encoder(artifacts.cached_folder(profile.cache / f"models/radiology-{kind}-{key}", make))
-
-
-def _start(profile: Profile) -> list[object]:
-    """What stands for the starting encoder in a digest."""
-    return [encoders.identity(profile.encoder), profile.pooling]
 
 
 def sbert(profile: Profile, train: Sequence[Entry]) -> SentenceTransformer:
@@ -105,7 +100,8 @@ def _fold_values(profile: Profile, train: list[Entry], test: list[Entry], config
             triplets.train_triplets(model, train, config, progress=False)
         return query_values(task, dense(remembering(model))(task.queries, task.sentences))
 
-    key = artifacts.digest(fold_values, test, [train, config] if config else None, _start(profile))
+    start = pipeline.start_digest(profile)
+    key = artifacts.digest(fold_values, test, [train, config] if config else None, start)
     return artifacts.cached_file(profile.cache / f"radiology/fold-{key}.parquet", make)
 
 

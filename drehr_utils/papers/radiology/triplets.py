@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import Trainer
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer
+from transformers.utils import logging
 
 from drehr_utils.config import MARGIN, TripletConfig
 from drehr_utils.errors import DataError
-from drehr_utils.papers.radiology.entries import Entry, SentenceQueries
+from drehr_utils.papers.radiology.entries import Entry
 from drehr_utils.training import encoders
 from drehr_utils.training.encoders import embed_buckets, token_buckets
 from drehr_utils.training.trainer import fit, prepare_for_training, train, training_arguments
@@ -61,16 +63,13 @@ class TripletSet:
     @classmethod
     def build(cls, entries: Sequence[Entry]) -> TripletSet:
         """Raises DataError where there is nothing to contrast."""
-        task = SentenceQueries.of(entries)
-        if len(task.matched) < 2 or len(task.sentences) < 2:
+        query_of, queries = pd.factorize(pd.Series([entry.query for entry in entries]))
+        sentence_of, sentences = pd.factorize(pd.Series([entry.sentence for entry in entries]))
+        if len(queries) < 2 or len(sentences) < 2:
             raise DataError("triplets: fewer than two queries or sentences; check the lexicon and the reports")
-        rows = {query: i for i, query in enumerate(task.queries)}
-        columns = {sentence: i for i, sentence in enumerate(task.sentences)}
-        matched = torch.zeros(len(rows), len(columns), dtype=torch.bool)
-        for row, at in enumerate(task.matched.values()):
-            matched[row, torch.as_tensor(at)] = True
-        pairs = torch.tensor([(rows[e.query], columns[e.sentence]) for e in entries])
-        return cls(task.queries, task.sentences, pairs[:, 0], pairs[:, 1], matched)
+        matched = torch.zeros(len(queries), len(sentences), dtype=torch.bool)
+        matched[query_of, sentence_of] = True
+        return cls(list(queries), list(sentences), torch.tensor(query_of), torch.tensor(sentence_of), matched)
 
     def __len__(self) -> int:
         return len(self.query_of)
@@ -102,22 +101,20 @@ class TripletLoss:
     data: TripletSet
     pools: list[list[int]]
     config: TripletConfig
-    _mined: tuple[int, dict[int, int]] = field(default=(-1, {}), init=False)
+    _mined: tuple[int, Tensor | None] = field(default=(-1, None), init=False)
 
     def __call__(self, model: SentenceTransformer, inputs: dict[str, Tensor]) -> Tensor:
-        data, rows = self.data, inputs["entries"].tolist()
-        chosen = self._unmatched(model, int(inputs["pool"]))
-        rows = [row for row in rows if chosen[row] >= 0]
-        if not rows:  # every sentence of the batch matches every query of it: nothing to learn
+        data, rows = self.data, inputs["entries"].cpu()
+        unmatched = self._unmatched(model, int(inputs["pool"]))[rows]
+        rows, unmatched = rows[unmatched >= 0], unmatched[unmatched >= 0]
+        if not len(rows):  # every sentence of the batch matches every query of it: nothing to learn
             return torch.zeros((), device=model.device, requires_grad=True)
-        query, sentence = data.query_of[rows], data.sentence_of[rows]
-        unmatched = torch.tensor([chosen[row] for row in rows], dtype=torch.long)
-        q = _embed(model, data.queries, query)
-        m, u = _embed(model, data.sentences, torch.cat([sentence, unmatched])).chunk(2)
+        q = _embed(model, data.queries, data.query_of[rows])
+        m, u = _embed(model, data.sentences, torch.cat([data.sentence_of[rows], unmatched])).chunk(2)
         return triplet_loss(q, m, u, self.config.margin)
 
-    def _unmatched(self, model: SentenceTransformer, pool: int) -> dict[int, int]:
-        """Entry -> position of its unmatched sentence. Random sampling needs no inference."""
+    def _unmatched(self, model: SentenceTransformer, pool: int) -> Tensor:
+        """The positions of the pool's entries' unmatched sentences, int64 [entries]. Random sampling needs no model."""
         if self._mined[0] != pool:
             entries = self.pools[pool]
             query, columns = self.data.query_of[entries], self.data.sentence_of[entries].unique()
@@ -129,8 +126,8 @@ class TripletLoss:
                     S = (_embed(model, self.data.queries, query) @ said.T).float().cpu()
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + pool)
             best = sample_unmatched(S, matched, self.config.hard, generator)
-            found = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
-            self._mined = (pool, dict(zip(entries, found.tolist(), strict=True)))
+            self._mined = pool, torch.full_like(self.data.query_of, -1)
+            self._mined[1][entries] = torch.where(best >= 0, columns[best.clamp(min=0)], -1)
         return self._mined[1]
 
 
@@ -170,12 +167,10 @@ def tune_mlm(
     """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A).
 
     A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place."""
-    from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
-    from transformers.utils import logging
-
     prepare_for_training(encoder, config)
     ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
     steps = max(1, config.epochs * len(ids) // config.batch_size)
+    steps = min(steps, config.max_steps or steps)
     with tempfile.TemporaryDirectory() as folder:
         encoders.save_encoder(encoder, Path(folder, "start"))
         torch.manual_seed(config.seed)  # of the new head
@@ -183,7 +178,6 @@ def tune_mlm(
         logging.set_verbosity_error()  # says at length that the head is new
         model = AutoModelForMaskedLM.from_pretrained(Path(folder, "start"), attn_implementation="eager")
         logging.set_verbosity(level)
-        steps = min(steps, config.max_steps or steps)
         trainer = Trainer(
             model=model,
             args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),

@@ -21,7 +21,7 @@ from drehr_utils.papers.capr.passages import (
     retrieval_task,
     split_sentences,
 )
-from drehr_utils.papers.capr.report import as_large, comparisons, mistakes
+from drehr_utils.papers.capr.report import comparisons, mistakes
 from drehr_utils.profiles import load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
@@ -234,8 +234,5 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
     assert found["ours"].iloc[-1] == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of the 39 that both answered
 
 
-def test_our_medquad_is_as_large_as_the_papers_healthqa():
-    figures = paper_figures("capr", 1)
-    sizes = [pd.Series({"documents": d, "passages": p}) for d, p in ((1110, 3758), (171, 1060), (171, 3762))]
-    assert [as_large(size, figures) for size in sizes] == ["HealthQA", "MedQuAD", None]
+def test_the_papers_training_data_are_copied_whole():
     assert paper_figures("capr", 2)["value"].sum() == 8597 + 25202 + 51299 + 55189 + 53 + 80 + 7 + 36 + 186 + 448 + 44

@@ -105,7 +105,7 @@ def test_open_linking_malformed(tmp_path):
         with pytest.raises(DataError, match=message):
             load_open_linking(path)
     pd.DataFrame([row]).drop(columns="mention").to_csv(path, index=False)
-    with pytest.raises(DataError, match="field mention: missing column"):
+    with pytest.raises(DataError, match="mentions.csv, row 1: column mention is missing"):
         load_open_linking(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 from drehr_utils.config import Resampling
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, label_sentence
 from drehr_utils.papers.radiology.reports import Report, read_judgments
-from drehr_utils.papers.radiology.retrieval import coded_task, coded_values, judged_task, query_values, result_rows
+from drehr_utils.papers.radiology.retrieval import coded_values, judged_task, query_values, result_rows
 
 
 def test_query_values_by_hand():
@@ -16,8 +16,6 @@ def test_query_values_by_hand():
     assert found["x", "mAP"] == pytest.approx(100 * (1 + 2 / 3) / 2) and found["x", "mR"] == 50
     assert found["no x", "mAP"] == pytest.approx(100 / 3) and found["no x", "mR"] == 0
     assert set(values["query_type"]) == {"positive", "negative"}
-    with pytest.raises(ValueError, match="scores have shape"):
-        query_values(task, np.zeros((2, 3)))
     rows = result_rows("s", "", values, Resampling()).set_index(["group", "metric"])["ours"]
     assert rows["positive", "mR"] == 50 and rows["all", "mR"] == 25
 
@@ -38,10 +36,14 @@ def test_judgments_fit_their_reports_and_check_the_labels(collections, matcher):
     assert len(judged & labelled) / len(judged | labelled) > 0.85, judged ^ labelled
 
 
-def test_coded_task_turns_headings_round():
+def test_coders_headings_are_turned_round_and_reports_without_text_left_out():
     reports = [Report(str(i), "Text here.", "", ("Hernia, Hiatal", "normal")) for i in range(12)]
-    kept, coded = coded_task([*reports, Report("x", "", "", ("Hernia, Hiatal",))], minimum=10)
-    assert len(kept) == 12 and list(coded) == ["hiatal hernia"] and len(coded["hiatal hernia"]) == 12
+    reports.append(Report("x", "", "", ("Hernia, Hiatal", "Scar")))
+    asked = {}
+    values = coded_values(reports, 1, lambda *given: asked.update(given=given) or np.zeros((1, 1)))
+    assert asked["given"] == (["hiatal hernia"], ["Text here."])
+    assert set(values["query_id"]) == {"hiatal hernia"} and values["value"].tolist() == [100, 100]
+    assert coded_values(reports, 12, lambda *given: np.zeros((1, 1))).equals(values)
 
 
 def test_a_coded_report_scores_as_its_best_sentence():
