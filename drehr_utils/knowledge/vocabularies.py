@@ -95,7 +95,7 @@ def ner_package_concepts(package: str, kind: str) -> list[_Concept]:
     for variant, names in tables[f"{kind}_variant_to_canonical"].items():
         for name in names:
             variants[name].append(variant)
-    concepts, trees_of, by_tree = [], [], {}
+    concepts, by_tree = [], {}
     entries = sorted(tables[f"{kind}_canonical_to_data"].items())
     shared = {key for key, n in Counter(data.get("drugbank_id") for _, data in entries).items() if n > 1}
     for name, data in entries:
@@ -111,11 +111,12 @@ def ner_package_concepts(package: str, kind: str) -> list[_Concept]:
         cui = f"DB:{drugbank}" if drugbank and drugbank not in shared else mesh
         names = [name, *sorted(variants[name]), *sorted(data.get("synonyms", []))]
         terms = _natural_order(names, turn=kind == "disease")
-        concepts.append(_Concept(cui, type_, source, [term for term in terms if term.isascii()] or terms))
-        trees_of.append(trees)
+        terms = [term for term in terms if term.isascii()] or terms
+        concepts.append(_Concept(cui, type_, source, terms, parents=trees))
         by_tree.update(dict.fromkeys(trees, cui))
-    for concept, trees in zip(concepts, trees_of, strict=True):
-        concept.parents = [by_tree[above] for tree in trees if (above := tree.rpartition(".")[0]) in by_tree]
+    for concept in concepts:
+        above = (tree.rpartition(".")[0] for tree in concept.parents)
+        concept.parents = [by_tree[tree] for tree in above if tree in by_tree]
     return concepts
 
 
