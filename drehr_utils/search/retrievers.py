@@ -127,19 +127,19 @@ def as_in_cliniq(spec: RetrieverSpec) -> RetrieverSpec:
     return replace(spec, similarity="cosine", query_prefix=prefix, **tokens)
 
 
-def load_retriever(spec: RetrieverSpec) -> tuple[SentenceTransformer, SentenceTransformer]:
+def load_retriever(spec: RetrieverSpec, device: str | None = None) -> tuple[SentenceTransformer, SentenceTransformer]:
     """(query encoder, passage encoder) of a local model: the same object twice unless the spec names two.
 
     Raises DataError for a folder or hub model that isn't on this machine and can't be fetched."""
-    passage = _load(spec, spec.model, spec.passage_tokens)
-    query = passage if spec.query_model is None else _load(spec, spec.query_model, spec.query_tokens)
+    passage = _load(spec, spec.model, spec.passage_tokens, device)
+    query = passage if spec.query_model is None else _load(spec, spec.query_model, spec.query_tokens, device)
     return query, passage
 
 
-def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int) -> SentenceTransformer:
+def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str | None) -> SentenceTransformer:
     settings = {"trust_remote_code": spec.trust_remote_code, "model_kwargs": {"dtype": spec.dtype}}
     try:
-        encoder = load_encoder(model, spec.pooling, max_tokens, **settings)
+        encoder = load_encoder(model, spec.pooling, max_tokens, device, **settings)
     except OSError:  # transformers' text names the cache's folders
         raise DataError(
             f"{spec.name}: {Path(model).name} is not in the hub's cache, and could not be fetched; download it, give "

@@ -99,9 +99,9 @@ def test_two_encoders_with_cls_pooling_and_dot_products(tmp_path):
     norms = np.linalg.norm(found[0], axis=1)
     assert abs(norms - 1).min() > 0.1  # not normalised: lengths count in a dot product
     np.testing.assert_allclose(dense_scores(*found, spec.similarity), found[0] @ found[1].T, rtol=1e-5)
-    one, same = load_retriever(replace(spec, query_model=None))
+    one, same = load_retriever(replace(spec, query_model=None), device="cpu")
     assert one is same
-    two, other = load_retriever(spec)
+    two, other = load_retriever(spec, device="cpu")
     assert two is not other and (two.max_seq_length, other.max_seq_length) == (4, 512)
 
 
