@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,24 +58,19 @@ def load_benchmark(folder: str | Path, split: str) -> Benchmark:
     Raises DataError, naming file, row and field, for a missing file, bad JSON, a missing field, a duplicate id, an
     unknown query, chunk or match type, and a patient whose number of chunks differs from the corpus.
     """
-    folder = Path(folder) / split
-    corpus: dict[str, str] = {}
-    note_chunks: dict[str, list[str]] = {}
+    folder, read = Path(folder) / split, Benchmark({}, {}, {}, [], {}, {})
     for row, where, chunk in read_json_lines(folder / "corpus.jsonl", ("_id", "text")):
-        refuse(where, row, {f"field _id: {chunk['_id']!r} is there twice; keep one": chunk["_id"] in corpus})
-        corpus[chunk["_id"]] = chunk["text"]
-        note_chunks.setdefault(chunk["_id"].rpartition("_")[0], []).append(chunk["_id"])
-    queries: dict[str, str] = {}
-    query_types: dict[str, str] = {}
+        refuse(where, row, {f"field _id: {chunk['_id']!r} is there twice; keep one": chunk["_id"] in read.corpus})
+        read.corpus[chunk["_id"]] = chunk["text"]
     for row, where, query in read_json_lines(folder / "queries.jsonl", ("_id", "text", "type")):
-        query_id, text, kind = query["_id"], query["text"], query["type"]
-        wrong = {f"field _id: {query_id!r} is there twice; keep one": query_id in queries}
+        query_id, kind = query["_id"], query["type"]
+        wrong = {f"field _id: {query_id!r} is there twice; keep one": query_id in read.queries}
         wrong[f"field type: {kind!r} is none of {', '.join(QUERY_TYPES)}"] = kind not in QUERY_TYPES
         refuse(where, row, wrong)
-        queries[query_id], query_types[query_id] = text, kind
-    patients = _read_patients(folder / "patients.jsonl", note_chunks, queries)
-    qrels, match_types = _read_qrels(folder / "qrels" / f"{split}.tsv", corpus, queries)
-    return Benchmark(corpus, queries, query_types, patients, qrels, match_types)
+        read.queries[query_id], read.query_types[query_id] = query["text"], kind
+    _read_patients(folder / "patients.jsonl", read)
+    _read_qrels(folder / "qrels" / f"{split}.tsv", read)
+    return read
 
 
 def single_patient_tasks(benchmark: Benchmark, match_type: str | None = None) -> list[SearchTask]:
@@ -139,42 +135,40 @@ def tab_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, str, d
             yield row, where, dict(zip(header, cells, strict=True))
 
 
-def _read_patients(path: Path, note_chunks: dict[str, list[str]], queries: dict[str, str]) -> list[Patient]:
-    patients: dict[str, Patient] = {}
+def _read_patients(path: Path, benchmark: Benchmark) -> None:
+    chunks_of, known = defaultdict(list), set()
+    for chunk_id in benchmark.corpus:
+        chunks_of[chunk_id.rpartition("_")[0]].append(chunk_id)
     for row, where, record in read_json_lines(path, ("hadm_id", "note_id", "chunks", "queries")):
         note_id, n, own = record["note_id"], record["chunks"], record["queries"]
-        chunks = note_chunks.get(note_id, [])
+        chunks = chunks_of[note_id]
         cut = f"field chunks: {n!r}, but corpus.jsonl has {len(chunks)} of {note_id!r}; cut the corpus again"
         wrong = {
-            f"field note_id: {note_id!r} is there twice; keep one": note_id in patients,
+            f"field note_id: {note_id!r} is there twice; keep one": note_id in known,
             f"field note_id: no chunk of {note_id!r} in corpus.jsonl": not chunks,
             cut: n != len(chunks),
             "field queries: not a list of query ids": not isinstance(own, list),
         }
         refuse(where, row, wrong)
         for at, query_id in enumerate(own):
-            wrong = {f"field queries: {query_id!r} is not in queries.jsonl": query_id not in queries}
+            wrong = {f"field queries: {query_id!r} is not in queries.jsonl": query_id not in benchmark.queries}
             refuse(where, row, wrong | {f"field queries: {query_id!r} is there twice; keep one": query_id in own[:at]})
-        patients[note_id] = Patient(str(record["hadm_id"]), note_id, chunks, own)
-    return list(patients.values())
+        known.add(note_id)
+        benchmark.patients.append(Patient(str(record["hadm_id"]), note_id, chunks, own))
 
 
-def _read_qrels(
-    path: Path, corpus: dict[str, str], queries: dict[str, str]
-) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, str]]]:
-    qrels: dict[str, dict[str, int]] = {}
-    match_types: dict[str, dict[str, str]] = {}
+def _read_qrels(path: Path, benchmark: Benchmark) -> None:
     for row, where, judgment in tab_rows(path, QRELS_COLUMNS):
         query_id, chunk_id, score, kind = (judgment[column] for column in QRELS_COLUMNS[:4])
+        twice = chunk_id in benchmark.qrels.get(query_id, {})
         wrong = {
-            f"field query-id: {query_id!r} is not in queries.jsonl": query_id not in queries,
-            f"field corpus-id: {chunk_id!r} is not in corpus.jsonl": chunk_id not in corpus,
+            f"field query-id: {query_id!r} is not in queries.jsonl": query_id not in benchmark.queries,
+            f"field corpus-id: {chunk_id!r} is not in corpus.jsonl": chunk_id not in benchmark.corpus,
             f"field score: {score!r} is not a whole number from 0": not score.isdigit(),
             f"field match_type: {kind!r} is none of {', '.join(MATCH_TYPES)}": kind not in MATCH_TYPES,
-            f"field corpus-id: {query_id!r} with {chunk_id!r} is there twice": chunk_id in qrels.get(query_id, {}),
+            f"field corpus-id: {query_id!r} with {chunk_id!r} is there twice": twice,
         }
         refuse(where, row, wrong)
         if int(score) > 0:
-            qrels.setdefault(query_id, {})[chunk_id] = int(score)
-            match_types.setdefault(query_id, {})[chunk_id] = kind
-    return qrels, match_types
+            benchmark.qrels.setdefault(query_id, {})[chunk_id] = int(score)
+            benchmark.match_types.setdefault(query_id, {})[chunk_id] = kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,18 +48,13 @@ class ReadReport:
     kept: int = 0
     skipped: list[tuple[int, str, str]] = field(default_factory=list)  # (row, field, reason)
 
-    def skip(self, row: int, column: str, reason: str) -> None:
-        self.skipped.append((row, column, reason))
-
     def frame(self) -> pd.DataFrame:
         """One row for each reason: how many rows it cost, and where the first is."""
-        rows = [(self.file, "kept", self.kept, None, None)]
-        by_reason: dict[tuple[str, str], list[int]] = {}
+        found: dict[tuple[str, str], list[int]] = defaultdict(list)
         for row, column, reason in self.skipped:
-            by_reason.setdefault((reason, column), []).append(row)
-        rows += [
-            (self.file, f"skipped: {reason}", len(at), at[0], column) for (reason, column), at in by_reason.items()
-        ]
+            found[f"skipped: {reason}", column].append(row)
+        rows = [(self.file, "kept", self.kept, None, None)]
+        rows += [(self.file, what, len(at), at[0], column) for (what, column), at in found.items()]
         return pd.DataFrame(rows, columns=["file", "what", "rows", "first at row", "field"])
 
 
@@ -101,47 +97,44 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
             if not values[name].strip() or not is_utf8(values[name]):
                 said = "bytes that are not UTF-8" if values[name].strip() else "empty"
                 raise DataError(f"{where}, row {row}, field {name}: {said}; every note needs one")
-        text = values["text"]
-        digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-        if values["note_id"] in seen:
-            first_row, first_digest = seen[values["note_id"]]
-            if digest != first_digest:
+        note = Note(*(values[column] for column in NOTE_COLUMNS))
+        if note.note_id in seen:
+            first_row, first_text = seen[note.note_id]
+            if note.text != first_text:
                 raise DataError(
-                    f"{where}, row {row}, field note_id: {values['note_id']} stands in row {first_row} already, "
+                    f"{where}, row {row}, field note_id: {note.note_id} stands in row {first_row} already, "
                     "with another text; note ids must be unique"
                 )
-            report.skip(row, "note_id", "repeats an earlier row")
-        elif not is_utf8(text):
-            report.skip(row, "text", "bytes that are not UTF-8")
-        elif not clean(text):
-            report.skip(row, "text", "empty")
+            report.skipped.append((row, "note_id", "repeats an earlier row"))
+        elif not is_utf8(note.text):
+            report.skipped.append((row, "text", "bytes that are not UTF-8"))
+        elif not clean(note.text):
+            report.skipped.append((row, "text", "empty"))
         else:
-            seen[values["note_id"]] = (row, digest)
-            notes.append(Note(values["note_id"], values["subject_id"], values["hadm_id"], text))
+            seen[note.note_id] = (row, note.text)
+            notes.append(note)
             report.kept += 1
     if not notes:
         raise DataError(f"{where}: no note with text in {report.rows} rows")
     return notes, report
 
 
-_MASK = re.compile(r"\[\*\*.*?\*\*\]", re.DOTALL)
-_UNDERSCORES = re.compile(r"_{2,}")
-_REPEATED_PUNCTUATION = re.compile(r"([^\w\s])\1+")
-
-
-def read_real_notes(name: str, folder: Path | None = None) -> list[Note]:
+def read_real_notes(name: str) -> list[Note]:
     """The notes of `aci_bench`, or the sections of `mts_dialog` but for those that share text with an evaluation set
     kept aside (data/mts_dialog_overlap.txt); see public_data. Raises DataError where they aren't at hand."""
     (output,) = public_data.SOURCES[name].outputs
-    table = read_table(public_data.locate(name, folder, missing_ok=False) / output, _REAL_COLUMNS[name])
+    table = read_table(public_data.locate(name, missing_ok=False) / output, _REAL_COLUMNS[name])
     overlap = {tuple(line.split("\t")) for _, line in read_text_lines(ROOT / "data/mts_dialog_overlap.txt")}
-    rows = table[list(_REAL_COLUMNS[name])].itertuples(index=False)
-    return [Note(i, i, i, text) for i, text in rows if (name, i) not in overlap]
+    return [Note(i, i, i, text) for i, text in table.itertuples(index=False) if (name, i) not in overlap]
+
+
+# Masks, runs of underscores, repeated punctuation
+_NOISE = (re.compile(r"\[\*\*.*?\*\*\]", re.DOTALL), re.compile(r"_{2,}"), re.compile(r"([^\w\s])\1+"))
 
 
 def clean(text: str) -> str:
     """A note without masks and excessive punctuation, white space folded, lower-cased (DR.EHR §3, CliniQ §3.1)."""
-    for pattern in (_MASK, _UNDERSCORES, _REPEATED_PUNCTUATION):
+    for pattern in _NOISE:
         text = pattern.sub(" ", text)
     return " ".join(text.split()).lower()
 
@@ -159,16 +152,17 @@ def chunk_note(note: Note) -> list[Chunk]:
 
 
 SPLITS = ("train", "dev", "test")
+DEV_SHARE = 0.02  # of the patients, where no table says who is in which split
 
 
-def read_splits(folder: Path, notes: list[Note], dev_share: float = 0.02, test_share: float = 0.0) -> dict[str, str]:
-    """note_id -> train, dev or test, by patient: from `splits.csv(.gz)`, else by a hash of the patient's id.
+def read_splits(folder: Path, notes: list[Note]) -> dict[str, str]:
+    """note_id -> train, dev or test, by patient: from `splits.csv(.gz)`, else train or dev by a hash of the patient's
+    id (first 8 hex digits of its SHA-256), which doesn't depend on order or on which notes are present.
 
-    The hash (first 8 hex digits of SHA-256 of subject_id) does not depend on order or on which notes are present.
     Raises DataError for an unknown split, a note without one, or a patient in two."""
     path = find_table(folder, "splits")
     if path is None:
-        return {note.note_id: _hashed_split(note.subject_id, dev_share, test_share) for note in notes}
+        return {note.note_id: _hashed_split(note.subject_id) for note in notes}
     table = read_table(path, ("subject_id", "note_id", "split"))
     for row, split in enumerate(table["split"], start=2):
         if split not in SPLITS:
@@ -183,12 +177,6 @@ def read_splits(folder: Path, notes: list[Note], dev_share: float = 0.02, test_s
     return splits
 
 
-def _hashed_split(subject_id: str, dev_share: float, test_share: float) -> str:
+def _hashed_split(subject_id: str) -> str:
     u = int(hashlib.sha256(subject_id.encode()).hexdigest()[:8], 16) / 2**32
-    return "test" if u < test_share else "dev" if u < test_share + dev_share else "train"
-
-
-def chunk_frame(chunks: Iterable[Chunk], splits: dict[str, str]) -> pd.DataFrame:
-    """Chunks as a table with columns id, note_id, split, words, text."""
-    rows = [(c.id, c.note_id, splits[c.note_id], c.text.count(" ") + 1, c.text) for c in chunks]
-    return pd.DataFrame(rows, columns=["id", "note_id", "split", "words", "text"])
+    return "dev" if u < DEV_SHARE else "train"

@@ -15,10 +15,8 @@ from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
 
 OPTIONAL_FILES = ("abbreviations", "types", "sources")  # ours: BIOS has no such files
-JSON_FILES = {  # and the fields of KnowledgeGraph that they hold
-    **{"term2CUI": "term2cui", "CUI2term": "cui2terms", "CUI2pt": "cui2pt", "is_a": "is_a", "relations": "relations"},
-    **{name: name for name in OPTIONAL_FILES},
-}
+JSON_FILES = {"term2CUI": "term2cui", "CUI2term": "cui2terms", "CUI2pt": "cui2pt"}  # and KnowledgeGraph's fields
+JSON_FILES |= {name: name for name in ("is_a", "relations", *OPTIONAL_FILES)}
 BIOS_HINT = "BIOS (Yu et al., 2022) has such a file; build_open_kg with save_bios, and umls_to_bios, write it"
 
 
@@ -144,12 +142,10 @@ def _is_pairs(value: object) -> bool:
 
 
 @collector_paused()
-def load_bios(folder: Path, skip_malformed: bool = False) -> KnowledgeGraph:
+def load_bios(folder: Path) -> KnowledgeGraph:
     """Read a folder in BIOS's layout; each file may be gzipped (`bios.txt.gz`).
 
-    skip_malformed: such rows of bios.txt are counted in `kg.dropped`, as relations whose source or target is no concept
-    are in any case. Raises DataError (file, row, field).
-    """
+    Relations whose source or target is no concept are counted in `kg.dropped`. Raises DataError (file, row, field)."""
     folder, kg = Path(folder), KnowledgeGraph()
     for term, cuis in _read_json(folder, "term2CUI", _is_texts, "a list of concept ids").items():
         known = kg.term2cui.setdefault(normalize_term(term), [])
@@ -160,15 +156,11 @@ def load_bios(folder: Path, skip_malformed: bool = False) -> KnowledgeGraph:
     kg.cui2pt = {cui: normalize_term(term) for cui, term in preferred.items()}
     for row, line in read_text_lines(folder / "bios.txt", BIOS_HINT):
         cells = [cell.strip() for cell in line.split("\t")]
-        if len(cells) == 2 and all(cells):
-            kg.add_term(cells[0], normalize_term(cells[1]))
-            continue
-        problem = f"{len(cells)} columns instead of 2 (concept id, term)"
-        if len(cells) == 2:
-            problem = f"field {'term' if cells[0] else 'concept id'!r} is empty"
-        if not skip_malformed:
-            raise DataError(f"bios.txt, row {row}: {problem}. Correct the row, or load with skip_malformed=True.")
-        kg.dropped[f"bios.txt: {problem}"] += 1
+        if len(cells) != 2:
+            raise DataError(f"bios.txt, row {row}: {len(cells)} columns instead of 2, a concept id and a term")
+        if not all(cells):
+            raise DataError(f"bios.txt, row {row}: field {'term' if cells[0] else 'concept id'!r} is empty; fill it")
+        kg.add_term(cells[0], normalize_term(cells[1]))
     for cui, terms in kg.cui2terms.items():
         kg.cui2pt.setdefault(cui, terms[0])
         for term in terms:  # the two tables may disagree; what either says holds
@@ -180,18 +172,17 @@ def load_bios(folder: Path, skip_malformed: bool = False) -> KnowledgeGraph:
                 kg.cui2terms.setdefault(cui, []).append(term)
                 kg.cui2pt.setdefault(cui, term)
     known = kg.cui2terms
-    is_a = _read_json(folder, "is_a", _is_texts, "a list of concept ids")
-    relations = _read_json(folder, "relations", _is_pairs, "a list of [relation, concept id]")
-    kg.is_a = {c: kept for c, items in is_a.items() if c in known and (kept := [p for p in items if p in known])}
-    kg.relations = {
-        c: kept for c, items in relations.items() if c in known and (kept := [(r, o) for r, o in items if o in known])
-    }
-    for name, before, after in (("is_a", is_a, kg.is_a), ("relations", relations, kg.relations)):
-        if lost := sum(map(len, before.values())) - sum(map(len, after.values())):
-            kg.dropped[f"{name}.json: concept unknown"] = lost
-    present = {path.name.removesuffix(".gz") for path in folder.iterdir()}
+    for cui, parents in _read_json(folder, "is_a", _is_texts, "a list of concept ids").items():
+        if kept := [parent for parent in parents if cui in known and parent in known]:
+            kg.is_a[cui] = kept
+        kg.dropped["is_a.json: concept unknown"] += len(parents) - len(kept)
+    for cui, pairs in _read_json(folder, "relations", _is_pairs, "a list of [relation, concept id]").items():
+        if kept := [(relation, other) for relation, other in pairs if cui in known and other in known]:
+            kg.relations[cui] = kept
+        kg.dropped["relations.json: concept unknown"] += len(pairs) - len(kept)
+    kg.dropped = +kg.dropped  # what was counted at all
     for name in OPTIONAL_FILES:
-        if f"{name}.json" in present:
+        if any((folder / f"{name}.json{end}").exists() for end in ("", ".gz")):
             check, expected = (_is_text, "a type") if name == "types" else (_is_texts, "a list")
             setattr(kg, name, _read_json(folder, name, check, expected))
     return kg

@@ -25,13 +25,13 @@ FULLY_SPECIFIED_NAME, SYNONYM, IS_A = "900000000000003001", "900000000000013009"
 HINT = "it is part of a SNOMED CT release (RF2, Snapshot/Terminology), which needs an affiliate licence"
 
 
-def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, list[ReadReport]]:
+def load_snomed(folder: Path) -> tuple[KnowledgeGraph, list[ReadReport]]:
     """The active concepts of an RF2 release under `folder`, their descriptions and relationships; a report a file.
 
-    The main description is the fully specified name, with its tag ("dyspnea (finding)", as in the paper's Table 4);
-    active synonyms follow in the file's order. `types` holds the tag. Relations are named by their type's synonym;
-    is_a apart, as in BIOS. Inferred relationships only, as the Relationship file has them. Files may be gzipped.
-    Raises DataError for a missing file or wrong columns, or where no concept has a description."""
+    The main (English) description is the fully specified name, with its tag ("dyspnea (finding)", as in the paper's
+    Table 4); active synonyms follow in the file's order. `types` holds the tag. Relations are named by their type's
+    synonym; is_a apart, as in BIOS. Inferred relationships only, as the Relationship file has them. Files may be
+    gzipped. Raises DataError for a missing file or wrong columns, or where no concept has a description."""
     reports = []
 
     def rows(table: str, middle: str = "") -> Iterator[dict[str, str]]:
@@ -51,8 +51,8 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
     active = {row["id"] for row in rows("Concept")}
     full: dict[str, str] = {}
     synonyms: dict[str, list[str]] = defaultdict(list)
-    for row in rows("Description", f"-{language}"):
-        if row["conceptId"] in active and row["languageCode"] == language:
+    for row in rows("Description", "-en"):
+        if row["conceptId"] in active and row["languageCode"] == "en":
             term = normalize_term(row["term"])
             if row["typeId"] == FULLY_SPECIFIED_NAME:
                 full.setdefault(row["conceptId"], term)
@@ -60,8 +60,7 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
                 synonyms[row["conceptId"]].append(term)
     graph = KnowledgeGraph()
     for cui in sorted(active):
-        names = [full[cui]] if cui in full else []
-        names += synonyms[cui]
+        names = ([full[cui]] if cui in full else []) + synonyms[cui]
         if not names:
             graph.dropped["concept without a description"] += 1
             continue
@@ -71,7 +70,7 @@ def load_snomed(folder: Path, language: str = "en") -> tuple[KnowledgeGraph, lis
         if tag := re.search(r" \(([^()]+)\)$", full.get(cui, "")):
             graph.types[cui] = tag[1]
     if not graph.cui2pt:
-        raise DataError(f"{reports[-1].file}: no active concept has a description in {language!r}")
+        raise DataError(f"{reports[-1].file}: no active concept has a description in 'en'")
     for row in rows("Relationship"):
         source, target, kind = row["sourceId"], row["destinationId"], row["typeId"]
         if source not in graph.cui2pt or target not in graph.cui2pt:

@@ -57,9 +57,9 @@ def read_rows(
         report.rows += 1
         row = dict(zip(columns, cells, strict=False))
         if len(cells) != len(columns):
-            report.skip(number, columns[-1], f"{len(cells)} columns instead of {len(columns)}")
+            report.skipped.append((number, columns[-1], f"{len(cells)} columns instead of {len(columns)}"))
         elif empty := [name for name in required if not row[name].strip()]:
-            report.skip(number, empty[0], "empty")
+            report.skipped.append((number, empty[0], "empty"))
         else:
             yield row
 
@@ -84,20 +84,12 @@ def _edge(first: str, relation: str, second: str, name: str) -> tuple[str, str, 
     return (first, "is_a", second) if name in ("inverse_isa", "") else (second, name, first)
 
 
-def umls_to_bios(
-    mrconso: Path,
-    mrrel: Path,
-    mrsty: Path | None,
-    folder: Path,
-    languages: tuple[str, ...] = ("ENG",),
-    suppress: bool = True,
-) -> list[ReadReport]:
+def umls_to_bios(mrconso: Path, mrrel: Path, mrsty: Path | None, folder: Path) -> list[ReadReport]:
     """Convert UMLS's RRF files (plain or .gz) to BIOS's layout in `folder`; a report for each file read.
 
-    A concept's preferred term is the one with TS=P, STT=PF, ISPREF=Y in the first of the languages that it has.
-    suppress: leave out rows with SUPPRESS=O, E or Y. Rows go through an SQLite file in `folder`, so memory stays
-    bounded whatever the release's size. Raises DataError for a missing or unreadable file, or if no concept is left.
-    """
+    English terms only; a concept's preferred one has TS=P, STT=PF, ISPREF=Y. Rows with SUPPRESS=O, E or Y are left out.
+    Rows go through an SQLite file in `folder`, so memory stays bounded whatever the release's size. Raises DataError
+    for a missing or unreadable file, or if no concept is left."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"MRCONSO": mrconso, "MRREL": mrrel} | ({"MRSTY": mrsty} if mrsty else {})
@@ -106,14 +98,14 @@ def umls_to_bios(
     def cells(name: str, of: Callable[[dict[str, str]], tuple | None]) -> Iterator[tuple]:
         """`of` each row that isn't suppressed, where it gives something."""
         for row in read_rows(Path(paths[name]), RRF_COLUMNS[name], "|", REQUIRED[name], reports[name], HINT):
-            if not (suppress and row.get("SUPPRESS") in ("O", "E", "Y")) and (found := of(row)):
+            if row.get("SUPPRESS") not in ("O", "E", "Y") and (found := of(row)):
                 reports[name].kept += 1
                 yield found
 
     def term(row: dict[str, str]) -> tuple[str, str, int] | None:
-        if row["LAT"] in languages:
+        if row["LAT"] == "ENG":
             rank = (row["TS"] != "P") * 4 + (row["STT"] != "PF") * 2 + (row["ISPREF"] != "Y")
-            return row["CUI"], normalize_term(row["STR"]), languages.index(row["LAT"]) * 8 + rank
+            return row["CUI"], normalize_term(row["STR"]), rank
 
     with TemporaryDirectory(dir=folder) as scratch:
         db = sqlite3.connect(Path(scratch) / "umls.sqlite", isolation_level=None)
@@ -129,7 +121,7 @@ def umls_to_bios(
         db.execute("CREATE TABLE concept (id PRIMARY KEY) WITHOUT ROWID")
         db.execute("INSERT INTO concept SELECT DISTINCT cui FROM term")
         if not db.execute("SELECT 1 FROM concept").fetchone():
-            raise DataError(f"{Path(mrconso).name}: no row in {', '.join(languages)} is left. Check field LAT.")
+            raise DataError(f"{Path(mrconso).name}: no row in ENG is left. Check field LAT.")
         with open(folder / "bios.txt", "w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{cui}\t{term}\n" for cui, term in db.execute(_TERMS))
         for name, (query, value) in _FILES.items():

@@ -17,8 +17,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from drehr_utils import artifacts
+from drehr_utils.data.benchmark import refuse, tab_rows
 from drehr_utils.errors import DataError
-from drehr_utils.files import read_text_lines
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, save_bios
 
 VOCABULARY_PACKAGES = (
@@ -95,7 +95,7 @@ def ner_package_concepts(package: str, kind: str) -> list[_Concept]:
     for variant, names in tables[f"{kind}_variant_to_canonical"].items():
         for name in names:
             variants[name].append(variant)
-    concepts, trees_of, by_tree = [], [], {}
+    concepts, by_tree = [], {}
     entries = sorted(tables[f"{kind}_canonical_to_data"].items())
     shared = {key for key, n in Counter(data.get("drugbank_id") for _, data in entries).items() if n > 1}
     for name, data in entries:
@@ -111,11 +111,12 @@ def ner_package_concepts(package: str, kind: str) -> list[_Concept]:
         cui = f"DB:{drugbank}" if drugbank and drugbank not in shared else mesh
         names = [name, *sorted(variants[name]), *sorted(data.get("synonyms", []))]
         terms = _natural_order(names, turn=kind == "disease")
-        concepts.append(_Concept(cui, type_, source, [term for term in terms if term.isascii()] or terms))
-        trees_of.append(trees)
+        terms = [term for term in terms if term.isascii()] or terms
+        concepts.append(_Concept(cui, type_, source, terms, parents=trees))
         by_tree.update(dict.fromkeys(trees, cui))
-    for concept, trees in zip(concepts, trees_of, strict=True):
-        concept.parents = [by_tree[above] for tree in trees if (above := tree.rpartition(".")[0]) in by_tree]
+    for concept in concepts:
+        above = (tree.rpartition(".")[0] for tree in concept.parents)
+        concept.parents = [by_tree[tree] for tree in above if tree in by_tree]
     return concepts
 
 
@@ -182,16 +183,11 @@ def _common_words(count: int = 3000) -> set[str]:
 
 
 def _read_open(path: Path) -> list[dict[str, str]]:
-    lines = read_text_lines(path, "it comes with this repository: data/open_kg/concepts.tsv.gz")
-    rows = [line.split("\t") for _, line in lines]
-    if not rows or tuple(rows[0]) != OPEN_COLUMNS:
-        raise DataError(f"{path.name}, row 1: the columns must be {', '.join(OPEN_COLUMNS)}.")
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(OPEN_COLUMNS):
-            raise DataError(f"{path.name}, row {number}: {len(row)} columns instead of {len(OPEN_COLUMNS)}.")
-        if not row[0].strip() or not row[1].strip():
-            raise DataError(f"{path.name}, row {number}: field {OPEN_COLUMNS[bool(row[0].strip())]!r} is empty.")
-    return [dict(zip(OPEN_COLUMNS, row, strict=True)) for row in rows[1:]]
+    rows = []
+    for number, where, row in tab_rows(path, OPEN_COLUMNS):
+        refuse(where, number, {f"field {name}: empty; fill it": not row[name].strip() for name in OPEN_COLUMNS[:2]})
+        rows.append(row)
+    return rows
 
 
 def _items(cell: str) -> list[str]:
@@ -295,8 +291,7 @@ def build_open_kg(open_kg_path: Path | None) -> KnowledgeGraph:
     rows = _read_open(Path(open_kg_path)) if open_kg_path else []
     columns = [column for column in OPEN_COLUMNS if column != "type"]
     builder = _Builder({term for row in rows for column in columns for term in _items(row[column])})
-    kg, broader = builder.kg, defaultdict(list)
-    own = []
+    kg, broader, own = builder.kg, defaultdict(list), []
     for i, row in enumerate(rows, 1):
         names = [normalize_term(row["name"]), *_items(row["synonyms"])]
         own.append(builder.place(_Concept(f"OPEN:{i:06d}", row["type"], "OPEN", names, _items(row["abbreviations"]))))

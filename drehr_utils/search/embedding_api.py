@@ -47,10 +47,7 @@ def server_from_env(model: str) -> Server:
 
 @dataclass
 class EmbeddingStore:
-    """Float32 vectors of one dimension by their texts' SHA-256, in the sqlite database `<model>.sqlite`.
-
-    The pair of files in which an earlier version kept them (`<model>.f32`, the rows, and `<model>.keys`, a line each
-    with the dimension and the text's hash) is copied in where the database is new."""
+    """Float32 vectors of one dimension by their texts' SHA-256, in the sqlite database `<model>.sqlite`."""
 
     folder: Path
     model: str
@@ -61,23 +58,8 @@ class EmbeddingStore:
         self.database = open_database(
             self.path, "CREATE TABLE IF NOT EXISTS vectors (text_sha256 TEXT PRIMARY KEY, vector BLOB NOT NULL);"
         )
-        if not len(self):
-            self._copy_earlier(self.path.with_suffix(".f32"), self.path.with_suffix(".keys"))
         first = self.database.execute("SELECT length(vector) FROM vectors LIMIT 1").fetchone()
         self.dimension = first[0] // 4 if first else 0
-
-    def _copy_earlier(self, rows: Path, keys: Path) -> None:
-        """Of a run that was killed, rows without a key and half a key are left out."""
-        if rows.exists() and keys.exists():
-            lines = re.findall(r"^(\d+) ([0-9a-f]{64})\n", keys.read_text(encoding="ascii"), re.MULTILINE)
-            with open(rows, "rb") as file:
-                found = [(key, file.read(4 * int(dimension)), 4 * int(dimension)) for dimension, key in lines]
-            self._put([(key, vector) for key, vector, size in found if len(vector) == size])
-
-    def _put(self, rows: Sequence[tuple[str, bytes]]) -> None:
-        with self.database:
-            self.database.execute("BEGIN")
-            self.database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
 
     def __len__(self) -> int:
         return self.database.execute("SELECT count(*) FROM vectors").fetchone()[0]
@@ -95,7 +77,10 @@ class EmbeddingStore:
                 "it serves another model under this name"
             )
         self.dimension = vectors.shape[1]
-        self._put([(_key(text), row.tobytes()) for text, row in zip(texts, vectors.astype("<f4"), strict=True)])
+        rows = [(_key(text), row.tobytes()) for text, row in zip(texts, vectors.astype("<f4"), strict=True)]
+        with self.database:
+            self.database.execute("BEGIN")
+            self.database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
 
 
 def _key(text: str) -> str:
@@ -119,10 +104,7 @@ def embed(texts: Sequence[str], server: Server, store: Path, batch: int = BATCH,
                 part = missing[start : start + batch]
                 kept.append(part, _ask(client, server, part, len(kept)))
                 bar.update(len(part))
-    found = np.zeros((len(texts), kept.dimension), np.float32)
-    for i, text in enumerate(texts):
-        found[i] = kept.get(text)
-    return found
+    return np.array([kept.get(text) for text in texts], np.float32).reshape(len(texts), kept.dimension)
 
 
 def _ask(client: openai.OpenAI, server: Server, texts: list[str], n_kept: int) -> np.ndarray:

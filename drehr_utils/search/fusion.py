@@ -32,13 +32,8 @@ def reciprocal_rank_fusion(runs: Sequence[np.ndarray], ties: np.ndarray, k: int 
     `runs` are score arrays of one shape, `ties` orders equal scores within each. Ranks belong to a pool: fuse the
     note's scores for Single-Patient Retrieval, the corpus's for Multi-Patient (evaluation.metrics does so for a tuple).
     """
-    fused = 0.0
-    for run in runs:
-        order = rank(np.asarray(run), ties)
-        places = np.empty(order.shape)
-        np.put_along_axis(places, order, np.arange(1.0, order.shape[-1] + 1), axis=-1)  # the inverse permutation
-        fused = fused + 1.0 / (k + places)
-    return fused
+    # A permutation's argsort is its inverse: the place, from 0, of each position.
+    return sum(1.0 / (k + 1 + rank(np.asarray(run), ties).argsort(axis=-1)) for run in runs)
 
 
 def _hash_ids(ids: Iterable[str], seed: int) -> np.ndarray:

@@ -132,9 +132,8 @@ def load_retriever(spec: RetrieverSpec, device: str | None = None) -> tuple[Sent
 
     Raises DataError for a folder or hub model that isn't on this machine and can't be fetched."""
     passage = _load(spec, spec.model, spec.passage_tokens, device)
-    if spec.query_model is None:
-        return passage, passage
-    return _load(spec, spec.query_model, spec.query_tokens, device), passage
+    query = passage if spec.query_model is None else _load(spec, spec.query_model, spec.query_tokens, device)
+    return query, passage
 
 
 def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str | None) -> SentenceTransformer:
@@ -172,8 +171,6 @@ def embed_texts(
     spec: RetrieverSpec,
     queries: Sequence[str],
     passages: Sequence[str],
-    *,
-    device: str | None = None,
     progress: bool = False,
     store: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -191,7 +188,7 @@ def embed_texts(
     else:
         found = [
             _encode(encoder, part, prefix, progress)
-            for encoder, (prefix, part) in zip(load_retriever(spec, device), texts, strict=True)
+            for encoder, (prefix, part) in zip(load_retriever(spec), texts, strict=True)
         ]
     if spec.similarity == "cosine":
         found = map(unit_length, found)
@@ -202,9 +199,8 @@ def embed_texts(
 def _encode(encoder: SentenceTransformer, texts: list[str], prefix: str, progress: bool) -> np.ndarray:
     encoder.eval()
     # The prefix goes in as a prompt, so that a pooling that skips instructions (NV-Embed's) knows its length.
-    return encoder.encode(
-        texts, prompt=prefix or None, batch_size=64, show_progress_bar=progress, convert_to_numpy=True
-    ).astype(np.float32)
+    found = encoder.encode(texts, prompt=prefix or None, batch_size=64, show_progress_bar=progress)
+    return found.astype(np.float32)
 
 
 def retriever_scores(spec: RetrieverSpec, benchmark: Benchmark, folder: Path, progress: bool = False) -> np.ndarray:
@@ -232,11 +228,10 @@ def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], list[str]
     asked = [name.strip() for name in os.environ.get("DREHR_RETRIEVERS", "").split(",") if name.strip()]
     specs = list(dict.fromkeys(as_in_cliniq(find_retriever(name)) for name in asked or profile.cliniq.retrievers))
     names = [spec.name for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise DataError(
-                f"DREHR_RETRIEVERS: two retrievers are called {name!r}; rename a folder, for tables go by name"
-            )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"DREHR_RETRIEVERS: two retrievers are called {twice[0]!r}; rename a folder, for tables go by name"
+        )
     run = [spec for spec in specs if not spec.api or embedding_api.is_configured()]
     if not run:
         raise DataError("no dense retriever is left to run; name one in DREHR_RETRIEVERS")

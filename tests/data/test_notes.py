@@ -120,8 +120,9 @@ def test_splits_are_by_patient(tmp_path):
     with pytest.raises(DataError, match="row 2, field split"):
         read_splits(tmp_path, notes)
     (tmp_path / "splits.csv").unlink()
-    hashed = read_splits(tmp_path, notes, dev_share=0.5, test_share=0.2)
-    assert hashed["a"] == hashed["b"]  # one patient, one split, without a table too
+    others = [Note(f"n{i}", str(i), "2", "x") for i in range(2, 1000)]
+    hashed = read_splits(tmp_path, notes + others)  # one patient, one split, without a table too
+    assert hashed["a"] == hashed["b"] and 10 <= list(hashed.values()).count("dev") <= 30
 
 
 def test_no_patient_of_dev_or_test_reaches_training():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-from umls_miniature import umls_release
+from umls_miniature import conso, umls_release
 
 from drehr_utils import pipeline
 from drehr_utils.errors import DataError
@@ -131,8 +131,6 @@ def test_malformed_rows(small, tmp_path, line, message):
     (tmp_path / "bios.txt").write_bytes(b"".join([rows[0], line, *rows[1:]]))
     with pytest.raises(DataError, match=message):
         load_bios(tmp_path)
-    skipped = load_bios(tmp_path, skip_malformed=True)
-    assert skipped == small and sum(skipped.dropped.values()) == 1
 
 
 def test_unreadable_files(small, tmp_path):
@@ -321,10 +319,10 @@ def test_no_junk_among_terms(kg):
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ("name\ttype\n", "row 1: the columns must be name, type"),
-        ("{header}\nasthma\tdisease\n", "row 2: 2 columns instead of 9"),
-        ("{header}\n\tdisease\t\t\t\t\t\t\t\n", "row 2: field 'name' is empty"),
-        ("{header}\nasthma\t\t\t\t\t\t\t\t\n", "row 2: field 'type' is empty"),
+        ("name\ttype\n", "row 1, field synonyms: missing column; the header is name, type"),
+        ("{header}\nasthma\tdisease\n", "row 2: 2 fields, the header has 9"),
+        ("{header}\n\tdisease\t\t\t\t\t\t\t\n", "row 2, field name: empty"),
+        ("{header}\nasthma\t\t\t\t\t\t\t\t\n", "row 2, field type: empty"),
     ],
 )
 def test_malformed_open_kg(tmp_path, rows, message):
@@ -429,23 +427,21 @@ def test_umls_to_bios(release):
     ]  # fmt: skip
 
 
-def test_umls_languages_and_suppressed_rows(release):
-    out = release / "bios"
+def test_umls_gzipped_and_without_types(release):
     for name in ("MRCONSO.RRF", "MRREL.RRF"):
         (release / f"{name}.gz").write_bytes(gzip.compress((release / name).read_bytes()))
         (release / name).unlink()
-    umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, out, ("FRE", "ENG"), suppress=False)
-    kg = load_bios(out)
-    assert kg.cui2pt["C01"] == "diabète" and kg.cui2pt["C05"] == "maladie rare"
-    assert "dm (old)" in kg.cui2terms["C01"] and kg.is_a["C02"] == ["C01", "C03", "C04"]
-    assert ("may_treat", "C02") in kg.relations["C05"] and kg.types == {}
+    umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios")
+    kg = load_bios(release / "bios")
+    assert kg.cui2pt["C01"] == "diabetes mellitus" and kg.is_a["C02"] == ["C01", "C04"] and kg.types == {}
 
 
 def test_umls_errors(release):
     with pytest.raises(DataError, match="MRREL.*no such file.*UMLS"):
         umls_to_bios(release / "MRCONSO.RRF", release / "none/MRREL.RRF", None, release / "bios")
-    with pytest.raises(DataError, match="SPA"):
-        umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios", ("SPA",))
+    (release / "French.RRF").write_text(conso("C01", "Diabète", lat="FRE") + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="French.RRF: no row in ENG is left"):
+        umls_to_bios(release / "French.RRF", release / "MRREL.RRF", None, release / "bios")
     (release / "MRCONSO.RRF").write_bytes("C01|ENG|P|é".encode("latin-1"))
     with pytest.raises(DataError, match="MRCONSO.RRF, row 1: not UTF-8"):
         umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", None, release / "bios")

@@ -98,19 +98,6 @@ def test_a_stopped_run_goes_on(tmp_path):
     np.testing.assert_array_equal(found, [vector(text) for text in TEXTS])
 
 
-def test_an_earlier_versions_pair_of_files_is_taken_over(tmp_path):
-    """Rows in one file, their keys in another; the last run was killed between a row and its key, and within a key."""
-    key = "8 " + hashlib.sha256(TEXTS[8].encode()).hexdigest()
-    lines = [f"8 {hashlib.sha256(text.encode()).hexdigest()}\n" for text in TEXTS[:8]]
-    (tmp_path / "embedder.f32").write_bytes(np.stack([vector(text) for text in TEXTS[:9]]).tobytes() + b"\0" * 20)
-    (tmp_path / "embedder.keys").write_text("".join(lines) + key[:40])
-    for asked in ([TEXTS[8:]], []):
-        with serving() as (server, client):
-            found = embed(TEXTS, client, tmp_path)
-        np.testing.assert_array_equal(found, [vector(text) for text in TEXTS])
-        assert [body["input"] for body in server.bodies] == asked
-
-
 def short(number, body):
     status, answer = good(number, body)
     return status, answer | {"data": answer["data"][1:]}

@@ -90,7 +90,7 @@ def test_two_encoders_with_cls_pooling_and_dot_products(tmp_path):
     query, article = bert(tmp_path / "q", 1), bert(tmp_path / "d", 2)
     spec = replace(REGISTRY["MedCPT"], model=article, query_model=query, query_tokens=4)
     assert (spec.pooling, spec.similarity) == ("cls", "dot")
-    found = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    found = embed_texts(spec, QUERIES, PASSAGES)
     for folder, texts, limit, embeddings in ((query, QUERIES, 4, found[0]), (article, PASSAGES, 512, found[1])):
         plain = AutoTokenizer.from_pretrained(folder)
         for text, embedding in zip(texts, embeddings, strict=True):
@@ -113,7 +113,7 @@ def test_last_token_pooling_with_an_added_end_token_that_truncation_keeps(tmp_pa
         "tiny", folder, pooling="lasttoken", query_prefix="given query : ", append_eos=True, similarity="dot",
         passage_tokens=limit, passage_prefix="instruct : ",
     )  # fmt: skip
-    queries, passages = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    queries, passages = embed_texts(spec, QUERIES, PASSAGES)
     plain = AutoTokenizer.from_pretrained(folder)
     for prefix, texts, found in (("given query : ", QUERIES, queries), ("instruct : ", PASSAGES, passages)):
         for text, embedding in zip(texts, found, strict=True):
@@ -129,7 +129,7 @@ def test_a_saved_pooling_can_skip_the_instruction(tmp_path):
     model = SentenceTransformer(modules=[transformer, Pooling(32, "mean", include_prompt=False)], device="cpu")
     model.save(str(tmp_path / "saved"), create_model_card=False)
     spec = RetrieverSpec("tiny", tmp_path / "saved", query_prefix="instruct : given query : ", similarity="dot")
-    queries, passages = embed_texts(spec, QUERIES, PASSAGES, device="cpu")
+    queries, passages = embed_texts(spec, QUERIES, PASSAGES)
     plain = AutoTokenizer.from_pretrained(folder)
     ids = plain("instruct : given query : " + QUERIES[0])["input_ids"]
     np.testing.assert_allclose(queries[0], states(folder, ids)[6:].mean(axis=0), atol=1e-5)  # [CLS] and 5 words skipped
@@ -217,7 +217,7 @@ def test_a_newcomers_entry_runs_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setitem(REGISTRY, mine.name, mine)
     monkeypatch.setenv("DREHR_RETRIEVERS", "MiniLM (start), my-encoder")
     assert [s.name for s in baselines.settings(load_profile("smoke")).retrievers] == ["MiniLM (start)", "my-encoder"]
-    queries, _ = embed_texts(find_retriever("my-encoder"), QUERIES, PASSAGES, device="cpu")
+    queries, _ = embed_texts(find_retriever("my-encoder"), QUERIES, PASSAGES)
     ids = AutoTokenizer.from_pretrained(folder)("given query : " + QUERIES[0])["input_ids"]
     np.testing.assert_allclose(queries[0], states(folder, ids)[0], atol=1e-5)
 
