@@ -5,6 +5,7 @@ from reference_matching import build_trie, find
 
 from drehr_utils import pipeline
 from drehr_utils.data.notes import SPLITS, clean
+from drehr_utils.knowledge import matching
 from drehr_utils.knowledge.matching import EntityMatcher, Match
 from drehr_utils.profiles import load_profile
 
@@ -64,6 +65,27 @@ def test_characters_beyond_ascii(text):
     assert spans(matcher, text) == find(build_trie(terms), text)
 
 
+def test_a_span_with_the_same_hash_as_a_term_is_no_match(monkeypatch):
+    # NUL is the one character that adds nothing to a hash: "chf" and "chf\0" have the same. Then `find` decides.
+    terms = ["chf", "chf worse", "o2", "o2\0"]
+    matcher = EntityMatcher(terms)
+    texts = ["chf\0 worse", "chf", "o2\0 o2", "chf\0\0"]
+    asked = []
+    monkeypatch.setattr(matcher, "find", lambda text: asked.append(text) or EntityMatcher.find(matcher, text))
+    assert [[tuple(m) for m in found] for found in matcher.find_all(texts)] == [
+        find(build_trie(terms), text) for text in texts
+    ]
+    assert asked == texts
+
+
+@pytest.mark.parametrize("block", [1, 50, 1 << 18])
+def test_blocks_of_any_size_give_the_same(block, monkeypatch):
+    monkeypatch.setattr(matching, "_BLOCK", block)
+    matcher = EntityMatcher(["chf", "café", "heart failure"])
+    texts = ["chf"] * 5 + ["", "café chf"] + ["heart failure " * 40] + ["no"] * 3
+    assert matcher.find_all(texts) == [matcher.find(text) for text in texts]
+
+
 ALPHABETS = ["ab (.1", "abé1 (-", "ab\n\t (\u00a0", "aα中²_'\U0001f600 (", "ab"]
 
 
@@ -81,6 +103,7 @@ def test_same_matches_as_the_reference_on_random_text(letters):
     assert sum(map(len, expected)) > 500
     assert [[tuple(m) for m in matcher.find(text)] for text in texts] == expected
     assert [[tuple(m) for m in found] for found in matcher.find_all(texts)] == expected
+    assert [[tuple(m) for m in matcher.find_all([text])[0]] for text in texts] == expected  # each at the row's end
 
 
 @pytest.mark.slow
