@@ -92,10 +92,15 @@ def statistics_rows(statistics: pd.DataFrame, figures: pd.DataFrame) -> pd.DataF
     return with_paper(ours, published, append=False)[RESULT_COLUMNS]
 
 
-def save_table(long: pd.DataFrame, name: str, layout: Layout | None = None, folder: Path = FOLDER) -> pd.DataFrame:
+def save_table(
+    long: pd.DataFrame, name: str, layout: Layout | None = None, folder: Path = FOLDER, lacking: str = ""
+) -> pd.DataFrame:
     """Write `<name>.csv`, `.md` and `.tex` in `folder`, the same bytes for the same input; returns the printed cells.
 
+    `lacking`, a query, names the rows that this run had no data for: those of the table before it stay, with a dagger
+    and their date in `as_of`, so that a run never takes a committed number away.
     Raises ValueError where a column of the long form is missing or two of its rows share a cell of the table."""
+    long = _with_kept(long, name, lacking, folder) if lacking else long
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,18 +124,18 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     return table
 
 
-def with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """`long`, and below it the folder's rows of the table `name` that match the query `lacking`, which this run had no
-    data for ("": none), with the date of their making in `as_of`: a run never takes a committed number away."""
+def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.DataFrame:
+    """`long`, and below it the rows of the folder's table that match `lacking`, with their date in `as_of`."""
     path = folder / f"{name}.csv"
-    kept = read_table(name, folder).query(lacking) if lacking and path.exists() else long.head(0)
+    kept = read_table(name, folder).dropna(subset="ours").query(lacking) if path.exists() else long.head(0)
     if kept.empty:
         return long
     git = ["git", "-C", str(folder), "log", "-1", "--format=%cs", "--", path.name]
     date = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "an earlier run"
     kept = kept.assign(as_of=kept["as_of"].fillna(date) if "as_of" in kept else date)
-    print(f"{name}: {len(kept)} rows with a † are of {date}: this run had no data for them.")
-    return pd.concat([long, kept], ignore_index=True)
+    print(f"{name}: {len(kept)} values with a † are of {kept['as_of'].iloc[0]}; for them this run lacked data.")
+    own = ~pd.MultiIndex.from_frame(long[KEYS]).isin(pd.MultiIndex.from_frame(kept[KEYS]))  # not the paper's alone
+    return pd.concat([long[own], kept], ignore_index=True)
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:

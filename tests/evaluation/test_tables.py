@@ -18,7 +18,6 @@ from drehr_utils.evaluation.tables import (
     read_table,
     save_table,
     show_table,
-    with_kept,
     with_paper,
 )
 from drehr_utils.profiles import ROOT
@@ -52,24 +51,22 @@ def test_drehr_table_4_repeats_cliniq_table_3():
 
 
 def test_a_run_without_data_keeps_the_committed_rows_and_says_of_when(tmp_path, capsys):
-    def rows(group, value):
-        return pd.DataFrame([("A", "", group, "R@1", np.nan, value, np.nan, np.nan, np.nan)], columns=RESULT_COLUMNS)
+    def rows(group, value, paper=np.nan):
+        return pd.DataFrame([("A", "", group, "R@1", paper, value, np.nan, np.nan, np.nan)], columns=RESULT_COLUMNS)
 
-    layout = Layout(columns=("group",))
-    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 2.0)]), "t", layout, tmp_path)
+    layout, lacking = Layout(columns=("group",)), "group == 'MedQuAD'"
+    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 2.0, 7.0)]), "t", layout, tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "x", "--date", "2026-01-02T00:00"]):
+    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *step], check=True, env=os.environ | {"GIT_COMMITTER_DATE": "2026-01-02T00:00"})
-    whole = rows("notes", 3.0)
-    assert with_kept(whole, "t", "", tmp_path) is whole  # nothing lacks
-    assert with_kept(whole, "new", "group == 'MedQuAD'", tmp_path) is whole  # nothing is there
+    long = pd.concat([rows("notes", 3.0), rows("MedQuAD", np.nan, 7.0)])
     for _ in range(2):  # a second such run keeps the date, too
-        long = with_kept(whole, "t", "group == 'MedQuAD'", tmp_path)
-        cells = save_table(long, "t", layout, tmp_path)
-        assert cells.loc["A"].tolist() == ["3.00", "2.00†"]
-        assert "t: 1 rows with a † are of 2026-01-02" in capsys.readouterr().out
+        cells = save_table(long, "t", layout, tmp_path, lacking)
+        assert cells.loc["A"].tolist() == ["– / 3.00", "7.00 / 2.00†"]
+        assert "t: 1 values with a † are of 2026-01-02" in capsys.readouterr().out
         assert read_table("t", tmp_path)["as_of"].tolist()[1] == "2026-01-02"
     assert "2.00$^{\\dagger}$" in (tmp_path / "t.tex").read_text()
+    assert save_table(long, "new", layout, tmp_path, lacking).loc["A", "MedQuAD"] == "7.00 / –"
     save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 4.0)]), "t", layout, tmp_path)
     assert "as_of" not in read_table("t", tmp_path)
 
