@@ -240,7 +240,8 @@ def _report(place: Place, notebook: Path, error: Exception) -> str:
         more += f"\nWhat its kernel printed: {place.show(log)}"
     kind = getattr(error, "ename", type(error).__name__)
     if place.profile.protected:  # a message may quote the data
-        return f"{where} failed with {kind}:{line}\nThe message is not shown: it may hold patient text.{more}"
+        said = "The message may hold patient text, so it is not shown here, but it is in the notebook's last cell."
+        return f"{where} failed with {kind}:{line}\n{said}{more}"
     message = path_shortener(place.root)(getattr(error, "evalue", str(error))).strip()
     return f"{where} failed:{line}\n{kind}: {message}{more}"
 

@@ -1,4 +1,4 @@
-"""Imports run downwards through the rooms (HOUSE.md), never upwards and never between papers."""
+"""Imports run downwards through the rooms (CONTRIBUTING.md), never upwards and never between papers."""
 
 import ast
 

@@ -195,7 +195,7 @@ def stage2_positives(
     """Stage II's positive sets: the LLM's diseases, clinical procedures and drugs of each chunk (§3.2).
 
     `entities` maps (chunk id, entity type of the prompt) to the parsed names. A chunk that lacks an answer has no
-    positives. Raises DataError when a larger share of the answers than `unanswered` is missing."""
+    positives. Raises DataError when a larger share of the answers than `unanswered` is missing, or none names any."""
     wanted = [(chunk.id, kind) for chunk in chunks for kind in SOURCE_OF_ENTITY_TYPE]
     missing = [key for key in wanted if key not in entities]
     if len(missing) > unanswered * len(wanted):
@@ -204,6 +204,8 @@ def stage2_positives(
             f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
             f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
         )
+    if chunks and not any(entities.values()):
+        raise DataError("stage II: no entity in any of the language model's answers; notebook 04 shows what they are")
     lacking = {chunk_id for chunk_id, _ in missing}
 
     def samples(chunk_id: str) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
     python -m drehr_utils.papers.drehr.runs                       # all that the records lack: half a day on two cores
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
-    python -m drehr_utils.papers.drehr.runs --check               # which records are of another recipe or other data
+    python -m drehr_utils.papers.drehr.runs --check               # which records are of another recipe, data or code
 
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
 column a training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
@@ -301,7 +301,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help=f"or {UNTRAINED}, for their run files")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument("--check", action="store_true", help="train nothing: say which records are out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="say which are out of date; takes each one's first five steps: minutes"
+    )
     parser.add_argument("--profile", default="full")
     options = parser.parse_args(arguments)
     profile = load_profile(options.profile)
