@@ -301,9 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help=f"or {UNTRAINED}, for their run files")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument(
-        "--check", action="store_true", help="say which are out of date; takes each one's first five steps: minutes"
-    )
+    parser.add_argument("--check", action="store_true", help="say which are out of date; five steps of each: minutes")
     parser.add_argument("--profile", default="full")
     options = parser.parse_args(arguments)
     profile = load_profile(options.profile)
