@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -350,19 +351,28 @@ def _in_lanes(place: Place, notebooks: Sequence[Path]) -> bool:
     need is made once: the cache's locks let one wait for the other."""
     waiting, running, failed = list(notebooks), {}, False
     with ProcessPoolExecutor(place.lanes, mp_context=get_context("spawn")) as pool:
-        while running or (waiting and not failed):
-            unfinished = {notebook.name[:2] for notebook in (*waiting, *running.values())}
-            ready = [n for n in waiting if not (_TRAINING in unfinished and n.name[:2] in _READ_ITS_MODELS)]
-            for notebook in ready[: 0 if failed else place.lanes - len(running)]:
-                running[pool.submit(_in_lane, place, notebook)] = notebook
-                waiting.remove(notebook)
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                notebook, (failure, took) = running.pop(future), future.result()
-                label = f"[{len(notebooks) - len(waiting) - len(running)}/{len(notebooks)}] {notebook.stem} ..."
-                print(f"{label} {'failed after ' if failure else ''}{took:.1f} s", flush=True)
-                if failure:
-                    print(failure, file=sys.stderr)
-                    failed = True
+        try:
+            while running or (waiting and not failed):
+                unfinished = {notebook.name[:2] for notebook in (*waiting, *running.values())}
+                ready = [n for n in waiting if not (_TRAINING in unfinished and n.name[:2] in _READ_ITS_MODELS)]
+                for notebook in ready[: 0 if failed else place.lanes - len(running)]:
+                    running[pool.submit(_in_lane, place, notebook)] = notebook
+                    waiting.remove(notebook)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    notebook = running.pop(future)
+                    label = f"[{len(notebooks) - len(waiting) - len(running)}/{len(notebooks)}] {notebook.stem} ..."
+                    try:
+                        failure, took = future.result()
+                    except BrokenProcessPool:
+                        failure, took = f"{place.show(notebook)}: a process was killed; is memory short? --jobs 1", 0.0
+                    print(f"{label} {'failed after ' if failure else ''}{took:.1f} s", flush=True)
+                    if failure:
+                        print(failure, file=sys.stderr)
+                        failed = True
+        except KeyboardInterrupt:  # which a terminal sends to the lanes, too, but `kill` doesn't
+            for lane in active_children():
+                lane.terminate()
+            raise
     return failed
 
 

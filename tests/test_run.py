@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -223,7 +224,8 @@ def test_two_runs_at_once(project, capsys):
     assert run.main(["--profile", "smoke"]) == 0
 
 
-def test_a_killed_run_takes_its_lanes_along(project):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_ends_takes_its_lanes_along(project, how):
     """Or they would go on writing results while the next run, which finds no lock, writes them too."""
     for name in ("00_a", "01_b"):
         write_notebook(project, name, f"open({str(project / name)!r}, 'w').write('x')\nimport time\ntime.sleep(60)")
@@ -233,8 +235,16 @@ def test_a_killed_run_takes_its_lanes_along(project):
             time.sleep(0.1)
         children = psutil.Process(first.pid).children(recursive=True)
         assert len(children) >= 4  # two lanes, two kernels
-        first.kill()
+        first.send_signal(how)
     assert not psutil.wait_procs(children, timeout=20)[1]
+    assert first.returncode == (130 if how == signal.SIGINT else -how)
+
+
+def test_a_lane_that_is_killed_is_said(project, capfd):
+    write_notebook(project, "00_a", "import os, signal\nos.kill(int(os.environ['JPY_PARENT_PID']), signal.SIGKILL)")
+    write_notebook(project, "01_b", "import time\ntime.sleep(2)")
+    assert run.main(["--profile", "smoke", "--jobs", "2"]) == 1
+    assert "notebooks/00_a.ipynb: a process was killed; is memory short? --jobs 1" in capfd.readouterr().err
 
 
 def test_a_profile_of_ones_own(project):
