@@ -1,4 +1,5 @@
 import os
+import signal
 
 # No test may reach the network or open a window; set before any library reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -7,6 +8,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "agg"
 if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of one thread each do more than one of two
     os.environ["OMP_NUM_THREADS"] = "1"
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and some tests send it
 
 
 def pytest_collection_modifyitems(items):
