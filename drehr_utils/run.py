@@ -27,7 +27,7 @@ from drehr_utils.errors import DataError
 from drehr_utils.profiles import PROFILES, Profile, load_profile
 
 # "%|" alone is not enough: a bar without a known total has only a count and a rate.
-_BAR = re.compile(r"\d%\||\[\d+:\d\d(:\d\d)?(<|, )|it/s\]|s/it\]")
+_PASSING = re.compile(r"\d%\||\[\d+:\d\d(:\d\d)?(<|, )|it/s\]|s/it\]|^Waiting for process \d+")  # bars, locks
 _CURSOR = re.compile(r"\x1b\[\d*[A-HJK]")
 _CELL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
 _INJECTED = "injected-parameters"
@@ -100,7 +100,7 @@ def _clean_outputs(outputs: list[Any], shorten: Callable[[str], str]) -> list[An
         for name in ("stdout", "stderr"):
             text = shorten(collapse("".join(output.text for output in found if output.name == name)))
             if name == "stderr":
-                text = "\n".join(line for line in text.split("\n") if not _BAR.search(line))
+                text = "\n".join(line for line in text.split("\n") if not _PASSING.search(line))
                 text = text if text.strip() else ""
             if text:
                 cleaned.append(new_output("stream", name=name, text=text))

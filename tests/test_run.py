@@ -292,6 +292,7 @@ def test_progress_bars_go_and_messages_stay():
         stream("stdout", "1\n"),
         stream("stderr", "\rnotes: 100%|##########| 9/9 [00:01<00:00,  6.9note/s]\n\r3it [00:00, 21.55it/s]\n"),
         stream("stdout", "2\n"),
+        stream("stderr", "Waiting for process 28668 on vm, making a.npy since 21:23, 22 November ...\n"),
     ]
     warning = stream("stderr", "a warning of 100% [sic]\n")
     shown = new_output("display_data", data={"text/plain": "x"})
