@@ -1,12 +1,35 @@
-"""One rule for a verdict on a paper's claim."""
+"""Verdicts on the papers' claims: one rule, four words, and the table that closes a notebook.
+
+data/claims.csv is the ledger: each claim's id, paper, section, words, figures, and what was checked. A notebook judges
+the claims that it can measure and shows `table`; figures/tables/claims_<notebook>.csv keeps what came out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
-HOLDS, NOT_SHOWN, REVERSED, NOT_TESTABLE = "holds", "not shown", "reversed", "not testable here"
+HOLDS, NOT_SHOWN, REVERSED, NOT_TESTABLE = VERDICTS = ("holds", "not shown", "reversed", "not testable here")
+LEDGER = ROOT / "data/claims.csv"
+COLUMNS = ["claim", "paper", "ours", "budget", "verdict"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim's verdict, what was measured for it, and the budget of the training that it is about."""
+
+    verdict: str
+    ours: str = ""
+    budget: str = ""
 
 
 def verdict(row: Mapping[str, float], sign: int = 1) -> str:
@@ -20,3 +43,84 @@ def verdict(row: Mapping[str, float], sign: int = 1) -> str:
         return NOT_TESTABLE
     shown = p < SIGNIFICANT if not math.isnan(p) else row["low"] > 0 or row["high"] < 0
     return NOT_SHOWN if not shown else HOLDS if ours * sign > 0 else REVERSED
+
+
+def judge(rows: pd.DataFrame, sign: int | Sequence[int] = 1, budget: str = "", each: str = "") -> Judged:
+    """The verdict on the claim that every one of the differences `rows` is above 0 (`sign`, one or one a row).
+
+    That a system is the best, or a gain the largest, is such a claim: its difference to each of the others. All must
+    be significant, each at the level itself, for all of them have to be (an intersection-union test). The claim is
+    reversed where more of them are significant the other way than this way. `each` is what the rows are (metrics)."""
+    signs = np.broadcast_to(sign, len(rows))
+    found = [verdict(row, s) for (_, row), s in zip(rows.iterrows(), signs, strict=True)]
+    if NOT_TESTABLE in found:
+        return Judged(NOT_TESTABLE, "not measured", budget)
+    up, down = found.count(HOLDS), found.count(REVERSED)
+    said = HOLDS if up == len(found) else REVERSED if down > up else NOT_SHOWN
+    if len(rows) == 1:
+        row = rows.iloc[0]
+        sure = "" if math.isnan(row.get("p", math.nan)) else f", p {row['p']:.4f}"
+        return Judged(said, f"{row['ours']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]{sure}", budget)
+    spread = f"{rows['ours'].min():+.1f} to {rows['ours'].max():+.1f}"
+    return Judged(said, f"{up} of {len(found)}{each and ' ' + each} so, {down} the other way; {spread}", budget)
+
+
+def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = "") -> Judged:
+    """The verdict on the claim that most of the differences `rows` are above 0: a sign test (two-sided, exact)."""
+    up, n = int((rows["ours"] * sign > 0).sum()), int((rows["ours"] != 0).sum())
+    p = scipy.stats.binomtest(up, n).pvalue if n else 1.0
+    said = NOT_SHOWN if p >= SIGNIFICANT else HOLDS if 2 * up > n else REVERSED
+    return Judged(said, f"{up} of {n}{each and ' ' + each}, p {p:.4f}", budget)
+
+
+def holm(p: Sequence[float]) -> np.ndarray:
+    """The p values adjusted for their number (Holm, 1979): the i-th smallest of n times n - i + 1, never falling."""
+    p = np.asarray(p, dtype=float)
+    order, adjusted = np.argsort(p), np.empty(len(p))
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1)
+    return adjusted
+
+
+def needs(what: str) -> Judged:
+    """Not testable here, for want of `what`."""
+    return Judged(NOT_TESTABLE, f"needs {what}")
+
+
+def ledger() -> pd.DataFrame:
+    """The papers' claims, by id."""
+    return pd.read_csv(LEDGER, index_col="id", keep_default_na=False)
+
+
+def table(
+    profile: Profile, notebook: str, judged: Mapping[str, Judged], rests_on: Mapping[str, str] | None = None
+) -> pd.DataFrame:
+    """The claims table that closes a notebook, saved as claims_<notebook>.csv: claim id -> what came out.
+
+    `rests_on` names the verdicts (claim id -> verdict) on which the sentences below the table rest: where one came out
+    otherwise, in another profile or after a changed cell, a note says so. Raises DataError for an id that the ledger
+    doesn't have, a verdict that is none of VERDICTS, and a sentence that rests on a claim that isn't judged."""
+    known, rests_on = ledger(), dict(rests_on or {})
+    for name, found in judged.items():
+        if name not in known.index:
+            raise DataError(f"{LEDGER.name}: no claim {name!r}; its ids are like {known.index[0]!r}")
+        if found.verdict not in VERDICTS:
+            raise DataError(f"claim {name}: the verdict {found.verdict!r} is none of {', '.join(VERDICTS)}")
+    if missing := [name for name in rests_on if name not in judged]:
+        raise DataError(f"the sentences rest on {', '.join(missing)}, which this notebook doesn't judge")
+    of = known.loc[list(judged)]
+    rows = pd.DataFrame(
+        {
+            "claim": of["claim"] + " (" + of["section"] + ")",
+            "paper": of["paper_value"],
+            "ours": [found.ours for found in judged.values()],
+            "budget": [found.budget for found in judged.values()],
+            "verdict": [found.verdict for found in judged.values()],
+        },
+        index=of.index,
+    )
+    profile.tables.mkdir(parents=True, exist_ok=True)
+    rows.assign(said=rows.index.map(rests_on)).to_csv(profile.tables / f"claims_{notebook}.csv")
+    for name, said in rests_on.items():
+        if (here := judged[name].verdict) != said:
+            print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")
+    return rows

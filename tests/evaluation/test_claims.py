@@ -1,0 +1,77 @@
+"""Verdicts: against hand-worked cases; the committed notebooks' sentences against those that they rest on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import claims
+from drehr_utils.profiles import ROOT, load_profile
+
+
+def _rows(*ours_and_p):
+    return pd.DataFrame([{"ours": o, "low": o - 1, "high": o + 1, "p": p} for o, p in ours_and_p])
+
+
+@pytest.mark.parametrize(
+    ("rows", "sign", "said"),
+    [
+        (_rows((2.0, 0.001)), 1, claims.HOLDS),
+        (_rows((2.0, 0.001)), -1, claims.REVERSED),
+        (_rows((2.0, 0.02)), 1, claims.NOT_SHOWN),
+        (_rows((2.0, 0.001), (3.0, 0.009)), 1, claims.HOLDS),  # each at its own level: no adjustment
+        (_rows((2.0, 0.001), (3.0, 0.5)), 1, claims.NOT_SHOWN),  # a sign is no verdict
+        (_rows((2.0, 0.001), (-3.0, 0.001)), 1, claims.NOT_SHOWN),
+        (_rows((2.0, 0.001), (-3.0, 0.001)), [1, -1], claims.HOLDS),
+        (_rows((2.0, 0.5), (-3.0, 0.001)), 1, claims.REVERSED),
+        (_rows((2.0, 0.001), (np.nan, np.nan)), 1, claims.NOT_TESTABLE),
+        (_rows((2.0, np.nan)), 1, claims.HOLDS),  # by its interval, 1 to 3
+    ],
+)
+def test_a_claim_of_all_is_judged_on_all(rows, sign, said):
+    assert claims.judge(rows, sign).verdict == said
+
+
+def test_a_claim_of_most_is_a_sign_test():
+    # 9 of 10: p = 2 (10 + 1) / 1024 = 0.0215; 20 of 20: 2 / 2^20.
+    nine = claims.judge_most(_rows(*[(1.0, 0.5)] * 9, (-1.0, 0.5)))
+    assert nine.verdict == claims.NOT_SHOWN and "p 0.0215" in nine.ours
+    assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20)).verdict == claims.HOLDS
+    assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20), -1).verdict == claims.REVERSED
+
+
+def test_holm_by_hand():
+    # sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04 -> never falling
+    assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert claims.holm([0.6, 0.7]) == pytest.approx([1, 1])
+
+
+def test_a_flipped_verdict_is_a_note_and_a_wrong_one_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
+    profile = replace(load_profile("open"), in_place=False)
+    shown = claims.table(
+        profile, "99", {"drehr-01": claims.Judged(claims.HOLDS, "+1.0")}, {"drehr-01": claims.REVERSED}
+    )
+    assert "drehr-01 came out as 'reversed'; here: 'holds'" in capsys.readouterr().out
+    assert shown.loc["drehr-01", "paper"].startswith("best baseline")
+    kept = pd.read_csv(profile.tables / "claims_99.csv", index_col="id")
+    assert list(kept.columns) == [*claims.COLUMNS, "said"] and kept.loc["drehr-01", "said"] == "reversed"
+    for judged, rests_on in [
+        ({"drehr-99": claims.Judged(claims.HOLDS)}, {}),
+        ({"drehr-01": claims.Judged("perhaps")}, {}),
+        ({}, {"drehr-01": claims.HOLDS}),
+    ]:
+        with pytest.raises(DataError):
+            claims.table(profile, "99", judged, rests_on)
+
+
+def test_each_committed_sentence_rests_on_the_verdicts_that_came_out():
+    for path in sorted((ROOT / "figures/tables").glob("claims_*.csv")):
+        rows = pd.read_csv(path, index_col="id", keep_default_na=False)
+        assert set(rows["verdict"]) <= set(claims.VERDICTS), path.name
+        said = rows[rows["said"] != ""]
+        assert (said["said"] == said["verdict"]).all(), f"{path.name}: {said.query('said != verdict')}"
