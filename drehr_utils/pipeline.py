@@ -27,15 +27,12 @@ from drehr_utils.data import notes as notes_module
 from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
 from drehr_utils.data.notes import Chunk, Note, ReadReport
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.metrics import Scores
 from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.llm import client, prompts, servers
 from drehr_utils.llm.answers import Answers
 from drehr_utils.profiles import ROOT, Profile
-from drehr_utils.search import expansion
-from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
 from drehr_utils.training.positives import AbbreviationCleaning, PositiveSets
@@ -385,18 +382,6 @@ def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False
     # Small batches stay in a CPU's cache: a fifth faster there for chunks than the default of 64.
     batch = {"batch_size": 16} if encoder.device.type == "cpu" else {}
     return dense_scores(*(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts))
-
-
-def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:
-    """The systems that are not trained, on the profile's test split or another: BM25, plain and expanded by the graph,
-    the starting encoder, with the graph's names read too, and the encoder fused with each BM25."""
-    graph, queries = knowledge_graph(profile), list(bench.queries.values())
-    index = BM25(bench.corpus.values())
-    expanded = index.scores([expansion.expand_query(text, graph, ("synonyms", "hyponyms")) for text in queries])
-    dense_rows = {START: None, READING: train_recipe(profile, Recipe(read_names=True))[0]}
-    scores = {"BM25": index.scores(queries), "BM25 + KG": expanded}
-    scores |= {name: model_scores(profile, folder, bench) for name, folder in dense_rows.items()}
-    return scores | {"RRF (no graph)": (scores["BM25"], scores[START]), "RRF": (expanded, scores[START])}
 
 
 # --- notebooks 08 to 11 ------------------------------------------------------------------------------------------

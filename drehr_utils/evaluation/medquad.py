@@ -49,6 +49,10 @@ class MedQuad:
         """Every n-th query, all passages."""
         return self.part(range(0, len(self.queries), n), range(len(self.passages)))
 
+    def without_every(self, n: int) -> MedQuad:
+        """The queries that `every` leaves out, all passages."""
+        return self.part([i for i in range(len(self.queries)) if i % n], range(len(self.passages)))
+
 
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.

@@ -143,6 +143,16 @@ def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame
     return _grid(long, layout or Layout(), _PLAIN)
 
 
+def gains_table(rows: pd.DataFrame, index: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """Differences (intervals.gain_rows) as `+1.2 [+0.4, +2.0] ▲`; ▲ and ▼ where p < 0.01. Rows and columns in the order
+    in which their keys first appear."""
+    arrows = np.where(rows["p"] < SIGNIFICANT, np.where(rows["ours"] > 0, " ▲", " ▼"), "")
+    numbers = zip(rows["ours"], rows["low"], rows["high"], arrows, strict=True)
+    cells = pd.Series([f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]{arrow}" for gain, low, high, arrow in numbers])
+    keys = rows[[*index, *columns]].reset_index(drop=True)
+    return pd.Series(cells.to_numpy(), pd.MultiIndex.from_frame(keys)).unstack(list(columns), sort=False)
+
+
 @dataclass(frozen=True)
 class _Flavour:
     """What a printed cell looks like in one format."""

@@ -14,6 +14,7 @@ from drehr_utils.evaluation import medquad, plots
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, result_rows
 from drehr_utils.evaluation.tables import (
     Layout,
+    gains_table,
     paper_figures,
     read_table,
     save_table,
@@ -269,3 +270,20 @@ def test_figures_have_labels_and_the_same_bytes(long, tmp_path):
     assert len(list((tmp_path / "a").iterdir())) == 6
     with pytest.raises(ValueError, match="several rows"):
         plots.dot_interval_plot(long)
+
+
+def test_differences_are_printed_with_their_interval_and_direction_in_their_own_order():
+    rows = pd.DataFrame(
+        {
+            "system": ["b", "b", "a", "a"],
+            "metric": ["Z", "A", "Z", "A"],
+            "ours": [1.0, 2.04, -3.0, 4.0],
+            "low": [0.5, -1, -4, 3],
+            "high": [1.5, 3, -2, 5],
+            "p": [0.001, 0.5, 0.001, np.nan],
+        }
+    )
+    cells = gains_table(rows, ["system"], ["metric"])
+    assert list(cells.index) == ["b", "a"] and list(cells.columns) == ["Z", "A"]
+    assert cells.loc["b"].tolist() == ["+1.0 [+0.5, +1.5] ▲", "+2.0 [-1.0, +3.0]"]
+    assert cells.loc["a"].tolist() == ["-3.0 [-4.0, -2.0] ▼", "+4.0 [+3.0, +5.0]"]

@@ -32,7 +32,7 @@ from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.evaluation import medquad, metrics
-from drehr_utils.papers.drehr import ablations, recipe_search
+from drehr_utils.papers.drehr import ablations, recipe_search, rivals
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training import encoders, trainer
@@ -61,6 +61,7 @@ def table4(profile: Profile) -> dict[str, Recipe]:
         SHORTER: replace(profile.published, stage1=None),
         EQUATIONS: by_equations(profile.published),
         IMPROVED: profile.improved,
+        rivals.HYBRID: profile.improved,  # the same encoder, joined with strings and the graph
         REAL[PUBLISHED]: _as_long(profile, profile.published),
         REAL[IMPROVED]: _as_long(profile, profile.improved),
     }
@@ -146,9 +147,10 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
     recipe, name = ablations.with_seed(rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.candidates(profile)
+    guarded = candidate or row in table4(profile) and row != rivals.HYBRID
     for split in SPLITS[: 1 if candidate else 2]:
         bench = pipeline.benchmark(profile, split)
-        scores = pipeline.model_scores(profile, model, bench)
+        scores = (rivals.hybrid_scores if row == rivals.HYBRID else pipeline.model_scores)(profile, model, bench)
         found[split] = metrics.per_search(bench, scores)
         if seed == 0 and row in table4(profile):
             write_runs(profile, row, bench, scores, split)
@@ -169,7 +171,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "settings": {stage: asdict(config) for stage, config in stages.items()},
         "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
         "dev": {stage: _measured(curves[stage]) for stage in stages},
-        "guard": transfer_scores(encoders.load_encoder(model)) if candidate or row in table4(profile) else {},
+        "guard": transfer_scores(encoders.load_encoder(model)) if guarded else {},
     }
     files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
     print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
@@ -219,8 +221,9 @@ def write_untrained(profile: Profile) -> None:
     """The run files of Table 4's rows that train nothing."""
     for split in SPLITS:
         bench = pipeline.benchmark(profile, split)
-        for name, scores in pipeline.untrained_scores(profile, bench).items():
-            write_runs(profile, name, bench, scores, split)
+        for name, scores in rivals.untrained_scores(profile, bench).items():
+            if name != rivals.CHANCE:
+                write_runs(profile, name, bench, scores, split)
 
 
 def first_losses(profile: Profile, recipe: Recipe) -> list[float]:

@@ -1,0 +1,91 @@
+"""Table 4's rows that no training stands behind, and the hybrid of an encoder with strings and the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from drehr_utils import artifacts, pipeline
+from drehr_utils.config import Recipe
+from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.evaluation import metrics
+from drehr_utils.evaluation.metrics import Scores
+from drehr_utils.profiles import Profile
+from drehr_utils.search import expansion, hybrid
+from drehr_utils.search.bm25 import BM25
+from drehr_utils.search.hybrid import Weights
+
+NAMES, UNTRAINED_HYBRID, HYBRID = "names-in-text", "MiniLM (hybrid)", "DR.EHR (hybrid)"
+CHANCE = "random order"
+
+
+def string_scores(profile: Profile, bench: Benchmark) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What strings say, [queries, chunks] each: BM25 of the query, BM25 of it expanded by the graph, and how often one
+    of its names in the graph stands in the chunk (hybrid.count_names)."""
+    key = artifacts.digest(string_scores, pipeline._graph_digest(profile), bench.queries, bench.corpus)
+
+    def make() -> np.ndarray:
+        graph, queries = pipeline.knowledge_graph(profile), list(bench.queries.values())
+        texts = list(bench.corpus.values())
+        names = [hybrid.names_of(query, graph) for query in queries]
+        index, expanded = BM25(texts), [expansion.expand_query(query, graph) for query in queries]
+        return np.stack([index.scores(queries), index.scores(expanded), hybrid.count_names(names, texts)])
+
+    plain, expanded, counts = artifacts.cached_file(profile.cache / f"scores/strings-{key}.npy", make)
+    return plain, expanded, counts
+
+
+def untrained_encoder(profile: Profile) -> Path:
+    """The folder of the starting encoder whose tokenizer reads the graph's opaque names."""
+    return pipeline.train_recipe(profile, Recipe(read_names=True))[0]
+
+
+def hybrid_grid(profile: Profile, model: Path | None) -> dict[Weights, float]:
+    """Weights -> the mean on dev of Table 4's six metrics, for an encoder joined with strings and the graph."""
+    dev = pipeline.benchmark(profile, "dev")
+    similarity, (_, expanded, counts) = pipeline.model_scores(profile, model, dev), string_scores(profile, dev)
+    key = artifacts.digest(hybrid_grid, similarity, expanded, counts, dev.qrels)
+
+    def score(weights: Weights) -> float:
+        scores = hybrid.joined(similarity, counts, expanded, weights)
+        both = metrics.single_patient(dev, scores), metrics.multi_patient(dev, scores)
+        return float(np.mean([metrics.means(values)[metrics.AVERAGE] for values in both]))
+
+    found = artifacts.cached_file(
+        profile.cache / f"scores/hybrid-{key}.npy", lambda: np.array([score(weights) for weights in hybrid.GRID])
+    )
+    return dict(zip(hybrid.GRID, found.tolist(), strict=True))
+
+
+def hybrid_weights(profile: Profile, model: Path | None) -> Weights:
+    """Those that are best on dev."""
+    grid = hybrid_grid(profile, model)
+    return max(grid, key=grid.__getitem__)
+
+
+def hybrid_scores(profile: Profile, model: Path | None, bench: Benchmark) -> np.ndarray:
+    """A model folder's scores (None: the starting encoder's) joined with strings and the graph."""
+    _, expanded, counts = string_scores(profile, bench)
+    similarity = pipeline.model_scores(profile, model, bench)
+    return hybrid.joined(similarity, counts, expanded, hybrid_weights(profile, model))
+
+
+def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:
+    """The systems that are not trained, on the profile's test split or another: chance, BM25, plain and expanded by the
+    graph, the graph's names alone, the starting encoder, with the graph's names read too, the encoder fused with each
+    BM25, and joined as the hybrid is."""
+    plain, expanded, counts = string_scores(profile, bench)
+    reading = untrained_encoder(profile)
+    start = pipeline.model_scores(profile, None, bench)
+    return {
+        CHANCE: np.zeros_like(plain),  # equal scores come in a random order
+        "BM25": plain,
+        "BM25 + KG": expanded,
+        NAMES: hybrid.names_in_text(counts, plain),
+        pipeline.START: start,
+        pipeline.READING: pipeline.model_scores(profile, reading, bench),
+        "RRF (no graph)": (plain, start),
+        "RRF": (expanded, start),
+        UNTRAINED_HYBRID: hybrid_scores(profile, reading, bench),
+    }

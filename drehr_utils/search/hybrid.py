@@ -1,0 +1,122 @@
+"""Names in text, and the hybrid: an encoder's similarity joined with what the graph's names and BM25 find (ours).
+
+    hybrid = Hybrid.load("data/cache/open/models/drehr-hybrid")
+    hybrid.index(texts)
+    hybrid.search("shortness of breath", top=10)
+
+A chunk's score needs the chunk, the query and what an index keeps anyway (BM25's word statistics), never the other
+chunks' scores, so that it is the same in a note, in a list of candidates, and in the whole corpus.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from ahocorasick_rs import AhoCorasick, MatchKind
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, save_bios
+from drehr_utils.search.bm25 import BM25
+from drehr_utils.search.dense import dense_scores
+from drehr_utils.search.expansion import expand_query
+
+HALF = 20.0  # the BM25 score of an expanded query that counts half
+WEIGHTS_FILE, GRAPH_FOLDER = "hybrid.json", "graph"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of the logarithm of names found, and of BM25's share, beside a cosine similarity."""
+
+    names: float = 0.3
+    words: float = 0.2
+
+
+GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3), (0.0, 0.1, 0.2, 0.4)))
+
+
+def names_of(query: str, graph: KnowledgeGraph) -> set[str]:
+    """The query itself, and every name that the graph has for the concepts that it names."""
+    return {normalize_term(query), *(term for cui in graph.cuis(query) for term in graph.synonyms(cui))}
+
+
+def count_names(names: Sequence[Iterable[str]], texts: Sequence[str]) -> np.ndarray:
+    """How often any of a query's `names` stands in a text, int32 [queries, texts].
+
+    Lower-cased, white space folded, no letter or digit before or after; from the left, the longest of the query's names
+    first, without overlaps."""
+    of_name: dict[str, list[int]] = defaultdict(list)
+    for query, group in enumerate(names):
+        for name in group:
+            of_name[name].append(query)
+    patterns, counts = list(of_name), np.zeros((len(names), len(texts)), np.int32)
+    automaton = AhoCorasick(patterns, matchkind=MatchKind.Standard)
+    for column, text in enumerate(map(normalize_term, texts)):
+        hits = automaton.find_matches_as_indexes(text, overlapping=True)
+        whole = [(a, -b, i) for i, a, b in hits if not (text[a - 1 : a].isalnum() or text[b : b + 1].isalnum())]
+        free_from: dict[int, int] = defaultdict(int)
+        for start, end, i in sorted(whole):
+            for query in of_name[patterns[i]]:
+                if start >= free_from[query]:
+                    free_from[query] = -end
+                    counts[query, column] += 1
+    return counts
+
+
+def names_in_text(counts: np.ndarray, bm25: np.ndarray) -> np.ndarray:
+    """Scores [queries, texts] of the names alone: count_names, BM25 of the plain query breaking ties."""
+    return counts + bm25 / (1 + bm25)
+
+
+def joined(similarity: np.ndarray, counts: np.ndarray, expanded: np.ndarray, weights: Weights) -> np.ndarray:
+    """The hybrid's scores [queries, texts] of cosine similarities, count_names, and BM25 of the expanded query."""
+    return similarity + weights.names * np.log1p(counts) + weights.words * expanded / (expanded + HALF)
+
+
+@dataclass
+class Hybrid:
+    """One thing that loads, indexes texts, and searches them."""
+
+    encoder: SentenceTransformer
+    graph: KnowledgeGraph
+    weights: Weights = Weights()
+    texts: list[str] = field(default_factory=list)
+
+    def index(self, texts: Iterable[str]) -> Self:
+        self.texts = list(texts)
+        self._bm25 = BM25(self.texts)
+        self._embeddings = self.encoder.encode(self.texts, batch_size=16, show_progress_bar=len(self.texts) > 1000)
+        return self
+
+    def scores(self, queries: Sequence[str]) -> np.ndarray:
+        """[queries, texts]; an empty query is a ValueError."""
+        if not all(query.strip() for query in queries):
+            raise ValueError("the query is empty; give a term, as in 'shortness of breath'")
+        counts = count_names([names_of(query, self.graph) for query in queries], self.texts)
+        expanded = self._bm25.scores([expand_query(query, self.graph) for query in queries])
+        similarity = dense_scores(self.encoder.encode(list(queries)), self._embeddings)
+        return joined(similarity, counts, expanded, self.weights)
+
+    def search(self, query: str, top: int = 10) -> list[tuple[float, str]]:
+        """(score, text) of the best `top` texts, best first."""
+        scores = self.scores([query])[0]
+        return [(float(scores[i]), self.texts[i]) for i in np.argsort(-scores, kind="stable")[:top]]
+
+    def save(self, folder: str | Path) -> None:
+        """The encoder (sentence-transformers' layout), the graph (BIOS's) and the weights, without the texts."""
+        self.encoder.save(str(folder))
+        save_bios(self.graph, Path(folder) / GRAPH_FOLDER)
+        (Path(folder) / WEIGHTS_FILE).write_text(json.dumps(asdict(self.weights)))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """What `save` wrote. Raises DataError for a graph that can't be read."""
+        weights = Weights(**json.loads((Path(folder) / WEIGHTS_FILE).read_text()))
+        return cls(SentenceTransformer(str(folder)), load_bios(Path(folder) / GRAPH_FOLDER), weights)

@@ -1,0 +1,45 @@
+"""Rows without training: chance against its closed form, the hybrid's weights against a search by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drehr_utils import pipeline
+from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
+from drehr_utils.evaluation import metrics
+from drehr_utils.papers.drehr import rivals
+from drehr_utils.profiles import load_profile
+from drehr_utils.search import hybrid
+
+
+def test_equal_scores_earn_what_a_random_order_does():
+    """Expected AP of a random order of n texts, r of them relevant: H_n/n + (r - 1)/(n - 1) (1 - H_n/n)."""
+    bench = load_benchmark(load_profile("open").benchmark, "test")
+    expected = []
+    for task in single_patient_tasks(bench):
+        n, r = len(task.chunk_ids), len(task.relevant)
+        first = sum(1 / i for i in range(1, n + 1)) / n
+        expected.append(first + (r - 1) / max(n - 1, 1) * (1 - first))
+    found = metrics.means(metrics.single_patient(bench, np.zeros((len(bench.queries), len(bench.corpus)))))
+    assert found["MAP"] == pytest.approx(100 * np.mean(expected), abs=1.5)  # the mean of 2,400 draws
+
+
+def test_the_hybrid_takes_the_best_weights_of_the_grid_on_dev(tmp_path, monkeypatch):
+    monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
+    profile = replace(load_profile("smoke"), max_eval_patients=3)
+    grid = rivals.hybrid_grid(profile, None)
+    assert set(grid) == set(hybrid.GRID)
+    chosen, dev = rivals.hybrid_weights(profile, None), pipeline.benchmark(profile, "dev")
+    assert grid[chosen] == max(grid.values())
+    scores = rivals.hybrid_scores(profile, None, dev)
+    both = metrics.single_patient(dev, scores), metrics.multi_patient(dev, scores)
+    assert grid[chosen] == pytest.approx(np.mean([metrics.means(v)[metrics.AVERAGE] for v in both]))
+    plain, expanded, counts = rivals.string_scores(profile, dev)
+    similarity = pipeline.model_scores(profile, None, dev)
+    row, column = np.argwhere(counts > 0)[0]
+    by_hand = similarity[row, column] + chosen.names * np.log(1 + counts[row, column])
+    by_hand += chosen.words * expanded[row, column] / (expanded[row, column] + 20)
+    assert scores[row, column] == pytest.approx(by_hand)
