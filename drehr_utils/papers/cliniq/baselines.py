@@ -1,8 +1,8 @@
-"""CliniQ's baselines on a benchmark, and its findings as differences with intervals (CliniQ §4.2, §5)."""
+"""CliniQ's baselines on a benchmark, and their differences with intervals and tests (CliniQ §4.2, §5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,10 @@ import pandas as pd
 
 from drehr_utils import pipeline
 from drehr_utils.config import START, Resampling
-from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
+from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.evaluation import tables
-from drehr_utils.evaluation.claims import verdict
-from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap, paired_randomization_test, percentile_interval
-from drehr_utils.evaluation.metrics import Scores, means, of_group
+from drehr_utils.evaluation.intervals import bootstrap, paired_randomization_test, percentile_interval
+from drehr_utils.evaluation.metrics import MULTI_METRICS, SINGLE_METRICS, Scores, means, of_group
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.profiles import Profile
 from drehr_utils.search import expansion
@@ -23,6 +22,8 @@ from drehr_utils.search.retrievers import RetrieverSpec, profile_retrievers, ret
 
 SPARSE, EXPANDED, RELATED, FUSED = "BM25", "BM25 + KG", "BM25 + KG + related", "RRF"
 IN_PAPER = {EXPANDED: "BM25 + UMLS", START: "bge-base-en-v1.5"}  # ours that stand beside another name of the paper's
+METRICS = {"single": tuple(SINGLE_METRICS), "multi": tuple(MULTI_METRICS)}
+Side = tuple[str | tuple[str, str], str, str]  # a system, or two for the first's gain on the second; setting; group
 # Those that the paper's RRF joins with the expanded BM25 (§4.2.3).
 _PAPERS_FUSED = ("NV-Embed-v2", "text-embedding-3-large")
 
@@ -69,7 +70,7 @@ def system_scores(profile: Profile, benchmark: Benchmark, progress: bool = False
     return scores | {FUSED: (scores[EXPANDED], *(scores[name] for name in chosen.fused))}
 
 
-# --- the paper's findings ----------------------------------------------------------------------------------------
+# --- what is compared ---------------------------------------------------------------------------------------------
 
 
 def mean(values: pd.DataFrame, setting: str, group: str, metric: str) -> float:
@@ -101,46 +102,30 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
     return found
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A claim of the paper: `a` scores above (`sign` +1) or below (-1) `b` in a setting, group and metric.
-
-    `b` None: the best of the other systems, in the paper's table and in ours each. `b` the same as `a`: not two systems
-    but two match types, `group` and that with the lowest mean of the other four."""
-
-    claim: str
-    a: str
-    b: str | None
-    setting: str
-    group: str
-    metric: str
-    sign: int = 1
+def per_search(values: Mapping[str, pd.DataFrame], of: str | tuple[str, str], setting: str, group: str) -> pd.DataFrame:
+    """A system's values of a setting and group; of a pair of systems, what the first has over the second, by search."""
+    system, *over = (of,) if isinstance(of, str) else of
+    frame = of_group(values[system], setting, group)
+    keys = [key for key in frame if key != "value"]
+    for other in over:
+        gain = frame.set_index(keys)["value"] - of_group(values[other], setting, group).set_index(keys)["value"]
+        frame = gain.rename("value").reset_index()
+    return frame
 
 
-def paper_findings(chosen: BaselineSettings) -> list[Finding]:
-    """What CliniQ says of its baselines (§4.2.1, §5.2-§5.4), each claim as comparisons that can be computed."""
-    dense = chosen.reference
-    return [
-        Finding("BM25 beats dense on Multi-Patient drugs", SPARSE, dense, "multi", "drug", "MRR"),
-        Finding("BM25 leads on Multi-Patient drugs", SPARSE, None, "multi", "drug", "MRR"),
-        Finding("BM25 leads on Multi-Patient drugs", SPARSE, None, "multi", "drug", "NDCG@10"),
-        Finding("expansion helps synonyms", EXPANDED, SPARSE, "single", "synonym", "MRR"),
-        Finding("expansion helps hyponyms", EXPANDED, SPARSE, "single", "hyponym", "MRR"),
-        Finding("expansion helps Single-Patient Retrieval", EXPANDED, SPARSE, "single", "all", "MRR"),
-        Finding("expansion costs Multi-Patient precision", EXPANDED, SPARSE, "multi", "all", "MRR", -1),
-        Finding("expansion helps Multi-Patient recall", EXPANDED, SPARSE, "multi", "all", "R@100"),
-        Finding("related entities add noise", RELATED, EXPANDED, "single", "all", "MRR", -1),
-        Finding("related entities reach implications", RELATED, EXPANDED, "single", "implication", "MRR"),
-        Finding("RRF is best overall", FUSED, None, "single", "all", "Average"),
-        Finding("RRF is best overall", FUSED, None, "multi", "all", "Average"),
-        *(
-            Finding("implication is the hardest match", system, system, "single", "implication", "MRR", -1)
-            for system in (SPARSE, EXPANDED, *chosen.detailed, FUSED)
-        ),
-        Finding("dense beats BM25 within a note", dense, SPARSE, "single", "all", "MRR"),
-        Finding("dense does not beat BM25 across patients", dense, SPARSE, "multi", "all", "MRR", -1),
-        Finding("dense gains on synonyms", dense, SPARSE, "single", "synonym", "MRR"),
-    ]
+def compare(
+    values: Mapping[str, pd.DataFrame], pairs: Iterable[tuple[Side, Side]], resampling: Resampling, *metrics: str
+) -> pd.DataFrame:
+    """A row a pair of sides and metric (default: the setting's three): `first`, `second`, `metric`, and `difference`.
+
+    `values`: each system's metrics.per_search. A side is a system, or a pair of systems for the first's gain on the
+    second, with a setting and a group. Sides of two settings are compared metric by metric in their order."""
+    rows = []
+    for first, second in pairs:
+        for a, b in zip(*(metrics or METRICS[side[1]] for side in (first, second)), strict=True):
+            sides = per_search(values, *first), per_search(values, *second).replace({"metric": {b: a}})
+            rows.append({"first": first, "second": second, "metric": a, **difference(*sides, a, resampling)})
+    return pd.DataFrame(rows)
 
 
 def paper_means() -> pd.DataFrame:
@@ -149,39 +134,3 @@ def paper_means() -> pd.DataFrame:
     figures = pd.concat([tables.paper_figures("cliniq", table) for table in (3, 4, 5)]).query("setting != ''")
     average = figures.groupby(["system", "setting", "group"], sort=False)["value"].mean().reset_index()
     return pd.concat([figures, average.assign(metric="Average")], ignore_index=True)
-
-
-def findings_table(
-    findings: Sequence[Finding], values: Mapping[str, pd.DataFrame], resampling: Resampling
-) -> pd.DataFrame:
-    """One row a finding: RESULT_COLUMNS with the claim, what is compared, its sign and our verdict.
-
-    `values`: each system's metrics.per_search. `paper` is the paper's own difference (NaN where it prints none)."""
-    published = paper_means().set_index(["system", "setting", "group", "metric"])["value"]
-
-    def theirs(f: Finding, system: str, group: str) -> float:
-        return published.get((IN_PAPER.get(system, system), f.setting, group, f.metric), np.nan)
-
-    def ours(f: Finding, system: str, group: str) -> float:
-        return mean(values[system], f.setting, group, f.metric)
-
-    rows = []
-    for f in findings:
-        b, b_group = f.b, f.group
-        if b is None:
-            rivals = {s: ours(f, s, f.group) for s in values if s not in (f.a, RELATED)}
-            b = pd.Series(rivals).fillna(-np.inf).idxmax()
-            printed = published.xs((f.setting, f.group, f.metric), level=("setting", "group", "metric"))
-            paper = printed.drop(IN_PAPER.get(f.a, f.a)).max()
-        elif b == f.a:
-            others = [kind for kind in MATCH_TYPES if kind != f.group]
-            b_group = pd.Series({kind: ours(f, b, kind) for kind in others}).fillna(np.inf).idxmin()
-            paper = min(theirs(f, b, kind) for kind in others)
-        else:
-            paper = theirs(f, b, f.group)
-        sides = of_group(values[f.a], f.setting, f.group), of_group(values[b], f.setting, b_group)
-        found = difference(*sides, f.metric, resampling)
-        compared = f"{f.a}: {f.group} − {b_group}" if b == f.a else f"{f.a} − {b}"
-        row = (f.claim, compared, f.setting, f.group, f.metric, theirs(f, f.a, f.group) - paper, *found.values())
-        rows.append((*row, f.sign, verdict(found, f.sign)))
-    return pd.DataFrame(rows, columns=["claim", *RESULT_COLUMNS, "sign", "verdict"])

@@ -1,4 +1,4 @@
-"""Baselines and findings: differences against hand-worked cases, the paired special case and simulation."""
+"""Baselines: differences against hand-worked cases, the paired special case and simulation."""
 
 import numpy as np
 import pandas as pd
@@ -13,11 +13,9 @@ from drehr_utils.papers.cliniq import baselines
 from drehr_utils.papers.cliniq.baselines import (
     EXPANDED,
     FUSED,
-    RELATED,
     SPARSE,
-    Finding,
+    compare,
     difference,
-    findings_table,
     mean,
     paper_means,
     settings,
@@ -110,25 +108,23 @@ def test_an_unpaired_difference_covers_and_has_no_p():
     assert np.isnan(difference(one, frame({}), "MRR", Resampling())["ours"])
 
 
-def test_findings_by_hand_with_the_papers_own_numbers(toy):
+def test_comparisons_by_hand(toy):
     better = SCORES.copy()
     better[1, 1] = 9  # q2 in A: A_1* first
-    scores = {SPARSE: SCORES, EXPANDED: better, RELATED: better + 1}
+    scores = {SPARSE: SCORES, EXPANDED: better}
     values = {name: metrics.per_search(toy, matrix) for name, matrix in scores.items()}
-    rows = findings_table(
-        [
-            Finding("helps", EXPANDED, SPARSE, "single", "all", "MRR"),
-            Finding("leads", SPARSE, None, "multi", "drug", "MRR"),
-            Finding("hardest", EXPANDED, EXPANDED, "single", "implication", "MRR", -1),
-        ],
-        values, Resampling(50, 50),
-    )  # fmt: skip
-    helps, leads, hardest = (row for _, row in rows.iterrows())
-    assert helps["paper"] == pytest.approx(74.14 - 71.65) and helps["ours"] == pytest.approx(50 / 3)
-    assert leads["system"] == "BM25 − BM25 + KG" and leads["paper"] == pytest.approx(88.43 - 86.98)  # RRF's
-    assert leads["ours"] == -50 and leads["verdict"] == "not shown"  # one query: no interval
-    assert hardest["system"] == "BM25 + KG: implication − synonym"  # q2 in B is the only synonym search: 50
-    assert hardest["paper"] == pytest.approx(38.13 - 38.40)  # abbreviation's, in the paper
+    gain = (EXPANDED, SPARSE)
+    pairs = [
+        ((EXPANDED, "single", "all"), (SPARSE, "single", "all")),
+        ((gain, "single", "string"), (gain, "single", "implication")),
+    ]
+    systems, types = (row for _, row in compare(values, pairs, Resampling(50, 50), "MRR").iterrows())
+    assert systems["ours"] == pytest.approx(50 / 3) and systems["p"] > 0
+    assert types["ours"] == 25 and np.isnan(types["p"])  # strings: 0 and 1 - 1/2; implications: nothing; other searches
+    settings_apart = compare(values, [((gain, "multi", "all"), (gain, "single", "all"))], Resampling(50, 50))
+    assert list(settings_apart["metric"]) == ["MRR", "NDCG@10", "R@100"]  # against MRR, NDCG, MAP
+    in_multi = mean(values[EXPANDED], "multi", "all", "MRR") - mean(values[SPARSE], "multi", "all", "MRR")
+    assert settings_apart["ours"][0] == pytest.approx(in_multi - 50 / 3)
     average = paper_means().query("system == 'RRF' and setting == 'multi' and group == 'all' and metric == 'Average'")
     assert average["value"].item() == pytest.approx((67.04 + 68.74 + 61.92) / 3)
 
