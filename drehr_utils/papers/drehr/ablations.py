@@ -107,3 +107,26 @@ def match_type_gains(name: str, values: pd.DataFrame, start: pd.DataFrame, resam
     pairs = {kind: (_average(values, kind), _average(start, kind)) for kind in MATCH_TYPES}
     rows = [intervals.gain_rows(name, "single", k, *pair, resampling) for k, pair in pairs.items() if len(pair[0])]
     return pd.concat(rows, ignore_index=True)
+
+
+def gained(values: pd.DataFrame, start: pd.DataFrame) -> pd.DataFrame:
+    """A metrics.of_group frame's values less another's of the same searches; the mean over trainings on either side."""
+    ours, theirs = (f.groupby(["search_id", "query_id", "patient"])["value"].mean() for f in (values, start))
+    return (ours - theirs).reset_index()
+
+
+def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> dict[str, float]:
+    """The mean of one group of searches (a match type's) less that of another, as a row for claims.judge.
+
+    The groups hold different searches, so no paired test fits (p is NaN): the interval draws the patients and queries
+    of both at once."""
+    both, mine = pd.concat([one, other]), np.repeat([1, 0], [len(one), len(other)])
+    value = both["value"].to_numpy()
+    parts = np.column_stack([value * mine, mine, value * (1 - mine), 1 - mine])
+
+    draws = intervals.bootstrap(
+        parts, lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], resampling,
+        both["query_id"], both["patient"],
+    )  # fmt: skip
+    low, high = intervals.percentile_interval(draws)
+    return {"ours": one["value"].mean() - other["value"].mean(), "low": low, "high": high, "p": np.nan}

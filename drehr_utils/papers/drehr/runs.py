@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,10 +32,11 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
-from drehr_utils.evaluation import medquad, metrics
+from drehr_utils.evaluation import claims, medquad, metrics
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.search import retrievers
 from drehr_utils.training import encoders, trainer
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
@@ -273,6 +275,50 @@ def recorded(profile: Profile, names: Iterable[str], split: str = "test") -> dic
     """`per_search` of those of the rows that have a record."""
     found = {name: per_search(profile, name, split) for name in names}
     return {name: values for name, values in found.items() if values is not None}
+
+
+def compared(
+    profile: Profile, untrained: Iterable[str], recipes: Mapping[str, Recipe], trained: str
+) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
+    """What Tables 5 and 6 show: row -> its metrics.per_search on test, and row -> its block in the figures.
+
+    Of the systems and of the ablation's `recipes`, those that have a record and those that the run trains itself: of a
+    short profile's ablation that is `trained` alone. DREHR_RETRIEVERS adds to the untrained ones."""
+    bench = pipeline.benchmark(profile, "test")
+    plain = rivals.untrained_scores(profile, bench)
+    scores = {row: plain[row] for row in untrained} | retrievers.extra_scores(profile, bench)
+    values = {row: metrics.per_search(bench, of_row) for row, of_row in scores.items()}
+    blocks, own = dict.fromkeys(values, "untrained"), [trained] if profile.short else recipes
+    for block, known, mine in (
+        ("the systems", table4(profile), pipeline.systems(profile)),
+        ("the ablation", recipes, own),
+    ):
+        found = recorded(profile, known) if profile.short else {}
+        for name in mine:
+            model = pipeline.train_recipe(profile, known[name])[0]
+            of_model = metrics.per_search(bench, pipeline.model_scores(profile, model, bench))
+            found[pipeline.row_name(profile, name)] = of_model
+        values, blocks = values | found, blocks | dict.fromkeys(found, block)
+    return values, blocks
+
+
+def judged(values: Iterable[str], rows: Iterable[str], judge: Callable[[], claims.Judged]) -> claims.Judged:
+    """What `judge` says, where all `rows` that it is about are among those of `values`; else which record it needs."""
+    missing = [f"`{row}`" for row in rows if row not in values]
+    return claims.needs(f"the record of {', '.join(missing)} under profile full") if missing else judge()
+
+
+def places(profile: Profile, row: str, bench: Benchmark, split: str = "test") -> np.ndarray | None:
+    """A recorded row's Single-Patient run file as scores, minus each chunk's place; None where there is none."""
+    path = folder(profile) / f"{slug(row)}.{split}.single.run.gz"
+    if not path.exists():
+        return None
+    queries, chunks = ({name: at for at, name in enumerate(names)} for names in (bench.queries, bench.corpus))
+    matrix = np.full((len(queries), len(chunks)), -np.inf)
+    for line in gzip.open(path, "rt"):
+        search, _, chunk, place, *_ = line.split()
+        matrix[queries[search.partition("@")[0]], chunks[chunk]] = -int(place)
+    return matrix
 
 
 def budgets(profile: Profile) -> dict[str, int]:

@@ -115,6 +115,19 @@ def test_the_graph_names_siblings_and_narrower_concepts_of_what_a_chunk_mentions
     assert graph.cui2pt[cui] not in found and not {graph.cui2pt[c] for c in graph.hypernyms(cui)} & found
 
 
+def test_a_contrast_is_the_difference_of_two_groups_means_and_a_gain_the_mean_over_trainings():
+    rng = np.random.default_rng(0)
+    ids = {"search_id": [f"q{i}@p{i % 9}" for i in range(60)], "query_id": [f"q{i}" for i in range(60)]}
+    start = pd.DataFrame(ids | {"patient": [f"p{i % 9}" for i in range(60)], "value": rng.normal(50, 5, 60)})
+    trained = pd.concat([start.assign(value=start["value"] + 10 + 2 * seed, seed=seed) for seed in (0, 1)])
+    gain = ablations.gained(trained, start.iloc[::-1])
+    assert gain["value"].to_numpy() == pytest.approx(11) and set(gain["search_id"]) == set(start["search_id"])
+    found = ablations.contrast(gain.iloc[:20], gain.iloc[20:].assign(value=3.0), Resampling(samples=200))
+    assert [found[k] for k in ("ours", "low", "high")] == pytest.approx([8, 8, 8])
+    wide = ablations.contrast(start.iloc[:20], start.iloc[20:], Resampling(samples=200))
+    assert wide["low"] < wide["ours"] < wide["high"] and np.isnan(wide["p"])
+
+
 def test_gains_carry_a_paired_interval():
     rng = np.random.default_rng(0)
     before, after = rng.normal(50, 20, 200), rng.normal(50, 20, 200)

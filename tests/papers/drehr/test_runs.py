@@ -12,7 +12,7 @@ from ir_measures import AP, RR, R, nDCG
 from drehr_utils import pipeline
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import single_patient_tasks
-from drehr_utils.evaluation import metrics, tables
+from drehr_utils.evaluation import claims, metrics, tables
 from drehr_utils.papers.drehr import runs
 from drehr_utils.profiles import ROOT, load_profile
 
@@ -66,6 +66,17 @@ def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
             expected = ours[ours["metric"] == name].set_index("search_id")["value"]
             assert values.keys() == set(expected.index)
             assert pd.Series(values)[expected.index].to_numpy() == pytest.approx(expected.to_numpy())
+    for kind in ("all", "synonym"):  # places are scores, of a note's part too
+        again = metrics.single_patient(bench, runs.places(smoke, "x", bench, "dev"), None if kind == "all" else kind)
+        expected = metrics.of_group(found, "single", kind).reset_index(drop=True)
+        pd.testing.assert_frame_equal(again, expected)
+    assert runs.places(smoke, "no such row", bench) is None
+
+
+def test_a_claim_on_a_row_without_a_record_says_which_it_needs():
+    found = runs.judged(["a"], ["a", "b"], lambda: pytest.fail("judged without its rows"))
+    assert found.verdict == claims.NOT_TESTABLE and "record of `b`" in found.ours
+    assert runs.judged(["a", "b"], ["a"], lambda: claims.Judged(claims.HOLDS)).verdict == claims.HOLDS
 
 
 @pytest.mark.slow
