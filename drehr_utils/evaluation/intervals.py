@@ -81,12 +81,6 @@ def bootstrap_interval(
     return low, high
 
 
-def mean_rows(values: pd.DataFrame, patients: Ids, resampling: Resampling) -> pd.DataFrame:
-    """Each column's mean, with the 95% interval that drawing `patients` gives: rows for claims.judge, without a p."""
-    low, high = bootstrap_interval(values, resampling, patients=patients)
-    return pd.DataFrame({"ours": values.mean(), "low": low, "high": high, "p": np.nan})
-
-
 def paired_randomization_test(
     a: np.ndarray, b: np.ndarray, resampling: Resampling, queries: Ids = None, patients: Ids = None
 ) -> np.ndarray:

@@ -141,12 +141,10 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
     return pd.concat([long[own], kept], ignore_index=True)
 
 
-def marked(text: str, words: Sequence[str], width: int = 110) -> str:
-    """`width` characters of `text` from just before the first of `words` on, as HTML with each of them in bold."""
-    found = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b" if words else "$^", re.IGNORECASE)
-    first = found.search(text)
-    at = max(0, first.start() - width // 3) if first else 0
-    return found.sub(r"<b>\1</b>", html.escape(text[at : at + width], quote=False))
+def marked(text: str, words: Sequence[str]) -> str:
+    """`text` as HTML, each of `words` in bold, in any case."""
+    pattern = rf"\b({'|'.join(map(re.escape, words))})\b" if words else "$^"
+    return re.sub(pattern, r"<b>\1</b>", html.escape(text, quote=False), flags=re.IGNORECASE)
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:
