@@ -143,8 +143,8 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
 
 def marked(text: str, words: Sequence[str]) -> str:
     """`text` as HTML, each of `words` in bold, in any case."""
-    pattern = rf"\b({'|'.join(map(re.escape, words))})\b" if words else "$^"
-    return re.sub(pattern, r"<b>\1</b>", html.escape(text, quote=False), flags=re.IGNORECASE)
+    pattern = rf"\b(?:{'|'.join(map(re.escape, words))})\b" if words else r"(?!)"
+    return re.sub(pattern, r"<b>\g<0></b>", html.escape(text, quote=False), flags=re.IGNORECASE)
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:

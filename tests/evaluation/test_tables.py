@@ -14,6 +14,7 @@ from drehr_utils.evaluation import medquad, plots
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, result_rows
 from drehr_utils.evaluation.tables import (
     Layout,
+    marked,
     paper_figures,
     read_table,
     save_table,
@@ -269,3 +270,22 @@ def test_figures_have_labels_and_the_same_bytes(long, tmp_path):
     assert len(list((tmp_path / "a").iterdir())) == 6
     with pytest.raises(ValueError, match="several rows"):
         plots.dot_interval_plot(long)
+
+
+def test_a_count_has_no_decimals():
+    rows = pd.DataFrame(
+        [("", "", "all", m, 5.0, 1234.0, *[np.nan] * 3) for m in ("Avg", "Sum")], columns=RESULT_COLUMNS
+    )
+    shown = show_table(rows, Layout(("group",), ("metric",), decimals=1, whole=("Sum",)))
+    assert shown.loc["all"].tolist() == ["5.0 / 1,234.0", "5 / 1,234"]
+
+
+def test_marked_words_are_bold_and_the_rest_is_text():
+    assert marked("CHF <b> & chf. chfx", ["chf"]) == "<b>CHF</b> &lt;b&gt; &amp; <b>chf</b>. chfx"
+    assert marked("a (b", []) == "a (b" and marked("a (b", ["(b"]) == "a (b"  # words only
+
+
+def test_stages_plot_has_a_box_for_each_source():
+    fig = plots.stages_plot("a chunk", {"I": {"one": ["x"], "two": []}, "II": {"three": ["y", "z"]}})
+    shown = {text.get_text() for text in fig.axes[0].texts}
+    assert {"a chunk", "I", "II", "one\nx", "two\nnone", "three\ny; z"} <= shown
