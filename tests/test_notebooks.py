@@ -30,3 +30,13 @@ def test_committed_notebook_is_executed_clean_and_short_celled(path):
     assert max(len("".join(c["source"]).splitlines()) for c in code) <= 40
     assert not re.search(r"(?<![\w.])/(?:root|work|tmp|home)/|sys\.path", text)
     assert "profile.name ==" not in text and "profile.name !=" not in text
+
+
+def test_the_log_of_what_read_test_is_whole():
+    """A notebook whose code names the test split has a row in 00's log, and each notebook one in its map."""
+    start = next(path for path in NOTEBOOKS if path.name.startswith("00")).read_text()
+    logged = {n for cells in re.findall(r"\| ([\d, ]+) \| [^|]*\|", start) for n in cells.split(", ")}
+    for path in NOTEBOOKS:
+        code = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+        assert path.stem[:2] in logged or not any('"test"' in source for source in code), path.name
+        assert path.stem.startswith("00") or f"({path.name})" in start

@@ -14,7 +14,9 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
+from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation.intervals import bootstrap_interval
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -71,6 +73,12 @@ def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = 
     p = scipy.stats.binomtest(up, n).pvalue if n else 1.0
     said = NOT_SHOWN if p >= SIGNIFICANT else HOLDS if 2 * up > n else REVERSED
     return Judged(said, f"{up} of {n}{each and ' ' + each}, p {p:.4f}", budget)
+
+
+def mean_rows(values: pd.DataFrame, patients: Sequence[str], resampling: Resampling) -> pd.DataFrame:
+    """Each column's mean and its 95% interval, which draws `patients` (one a row of `values`): rows for `judge`."""
+    low, high = bootstrap_interval(values, resampling, patients=np.asarray(patients))
+    return pd.DataFrame({"ours": values.mean(), "low": low, "high": high, "p": np.nan})
 
 
 def holm(p: Sequence[float]) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -133,4 +134,23 @@ def counts_bar_plot(counts: pd.DataFrame, ylabel: str, share: bool = False) -> F
     ax.grid(axis="x", visible=False)
     if len(counts.columns) > 1:
         fig.legend(loc="outside right center", reverse=True)
+    return fig
+
+
+def stages_plot(text: str, stages: Mapping[str, Mapping[str, Sequence[str]]]) -> Figure:
+    """A chunk between two stages' positives, stage -> source -> terms: a box for each source, a colour a stage."""
+    fig, ax = plt.subplots(figsize=(DOUBLE_COLUMN, 2.9))
+    ax.set_axis_off()
+    look = {"ha": "center", "va": "center", "fontsize": 6, "zorder": 3}
+    box = {"boxstyle": "round,pad=0.5", "facecolor": "white"}
+    ax.text(0.5, 0.5, textwrap.fill(text, 44), bbox=box | {"edgecolor": "#666666"}, **look)
+    sides = zip(PALETTE, (0.14, 0.86), (0.27, 0.73), (0.33, 0.67), stages.items(), strict=False)
+    for colour, x, edge, middle, (stage, sources) in sides:
+        ax.text(x, 1.04, stage, ha="center", weight="bold", color=colour)
+        told = [f"{source}\n{textwrap.fill('; '.join(terms) or 'none', 32)}" for source, terms in sources.items()]
+        heights = [part.count("\n") + 2.4 for part in told]
+        for i, part in enumerate(told):
+            y = 1 - (sum(heights[:i]) + heights[i] / 2) / sum(heights)
+            ax.annotate("", (edge, y), (middle, 0.5), arrowprops={"arrowstyle": "->", "color": colour})
+            ax.text(x, y, part, bbox=box | {"edgecolor": colour}, **look)
     return fig

@@ -7,6 +7,8 @@ pairs that a training was shown), Markdown and LaTeX.
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ class Layout:
     columns: Sequence[str] = ("setting", "metric")
     caption: str = ""
     decimals: int = 2
+    whole: Sequence[str] = ()  # metrics that are counts: without decimals
     bold: bool = True  # the largest of the systems' own values of a setting, group and metric; off for counts
     labels: dict[str, str] = field(default_factory=dict)  # a key's value -> what the table prints
 
@@ -138,6 +141,12 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
     return pd.concat([long[own], kept], ignore_index=True)
 
 
+def marked(text: str, words: Sequence[str]) -> str:
+    """`text` as HTML, each of `words` in bold, in any case."""
+    pattern = rf"\b(?:{'|'.join(map(re.escape, words))})\b" if words else r"(?!)"
+    return re.sub(pattern, r"<b>\g<0></b>", html.escape(text, quote=False), flags=re.IGNORECASE)
+
+
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:
     """The printed cells as a frame for a notebook: the layout's rows and columns, plain text, nothing bold."""
     return _grid(long, layout or Layout(), _PLAIN)
@@ -196,7 +205,7 @@ def _grid(long: pd.DataFrame, layout: Layout, flavour: _Flavour) -> pd.DataFrame
     best = rivals.transform("max").where(rivals.transform("count") > 1)
     bold = layout.bold & (long["ours"].round(layout.decimals) == best.round(layout.decimals))
     cells = [
-        flavour.cell(row, layout.decimals, both, is_best)
+        flavour.cell(row, 0 if row["metric"] in layout.whole else layout.decimals, both, is_best)
         for (_, row), is_best in zip(long.iterrows(), bold, strict=True)
     ]
     sides = [pd.MultiIndex.from_frame(long[names]) for names in (rows, columns)]

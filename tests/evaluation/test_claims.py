@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import claims
 from drehr_utils.profiles import ROOT, load_profile
@@ -42,6 +43,16 @@ def test_a_claim_of_most_is_a_sign_test():
     assert nine.verdict == claims.NOT_SHOWN and "p 0.0215" in nine.ours
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20)).verdict == claims.HOLDS
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20), -1).verdict == claims.REVERSED
+
+
+def test_rows_of_means_draw_patients():
+    values = pd.DataFrame({"same": [2.0] * 4, "by patient": [0.0, 0.0, 6.0, 6.0]})
+    rows = claims.mean_rows(values, list("aabb"), Resampling(samples=500))
+    assert rows["ours"].tolist() == [2, 3] and rows.loc["same", ["low", "high"]].tolist() == [2, 2]
+    # a quarter of the draws is all a, a quarter all b: the 2.5% lie at the ends
+    assert rows.loc["by patient", ["low", "high"]].tolist() == [0, 6]
+    assert claims.judge(rows.loc[["same"]]).verdict == claims.HOLDS
+    assert claims.judge(rows.loc[["by patient"]]).verdict == claims.NOT_SHOWN
 
 
 def test_holm_by_hand():

@@ -15,6 +15,7 @@ from drehr_utils.evaluation.intervals import RESULT_COLUMNS, result_rows
 from drehr_utils.evaluation.tables import (
     Layout,
     gains_table,
+    marked,
     paper_figures,
     read_table,
     save_table,
@@ -287,3 +288,20 @@ def test_differences_are_printed_with_their_interval_and_direction_in_their_own_
     assert list(cells.index) == ["b", "a"] and list(cells.columns) == ["Z", "A"]
     assert cells.loc["b"].tolist() == ["+1.0 [+0.5, +1.5] ▲", "+2.0 [-1.0, +3.0]"]
     assert cells.loc["a"].tolist() == ["-3.0 [-4.0, -2.0] ▼", "+4.0 [+3.0, +5.0]"]
+def test_a_count_has_no_decimals():
+    rows = pd.DataFrame(
+        [("", "", "all", m, 5.0, 1234.0, *[np.nan] * 3) for m in ("Avg", "Sum")], columns=RESULT_COLUMNS
+    )
+    shown = show_table(rows, Layout(("group",), ("metric",), decimals=1, whole=("Sum",)))
+    assert shown.loc["all"].tolist() == ["5.0 / 1,234.0", "5 / 1,234"]
+
+
+def test_marked_words_are_bold_and_the_rest_is_text():
+    assert marked("CHF <b> & chf. chfx", ["chf"]) == "<b>CHF</b> &lt;b&gt; &amp; <b>chf</b>. chfx"
+    assert marked("a (b", []) == "a (b" and marked("a (b", ["(b"]) == "a (b"  # words only
+
+
+def test_stages_plot_has_a_box_for_each_source():
+    fig = plots.stages_plot("a chunk", {"I": {"one": ["x"], "two": []}, "II": {"three": ["y", "z"]}})
+    shown = {text.get_text() for text in fig.axes[0].texts}
+    assert {"a chunk", "I", "II", "one\nx", "two\nnone", "three\ny; z"} <= shown
