@@ -102,7 +102,7 @@ def knowledge_graph(profile: Profile) -> KnowledgeGraph:
 
 
 @cache
-def _graph_digest(profile: Profile) -> str:
+def graph_digest(profile: Profile) -> str:
     """Of all that the graph is made of."""
     source = profile.bios or vocabularies.made_of(profile.open_kg)
     return artifacts.digest(knowledge_graph, source)
@@ -189,7 +189,7 @@ def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Positive
             )
         return positives.stage2_positives(chunks(profile), generated_entities(profile, given)[0], profile.unanswered)
 
-    code, graph = (stage1_sets, _graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
+    code, graph = (stage1_sets, graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
     key = artifacts.digest(
         code, graph, profile.notes, profile.max_train_notes, profile.seed, given.digest(),
         profile.unanswered if given.failed else None,
@@ -327,11 +327,11 @@ def train_recipe(
     models = profile.cache / "models"
     key = artifacts.digest(train_recipe, start_digest(profile), profile.lora, profile.seed)
     if recipe.read_names:
-        key = artifacts.digest(key, "names read", _graph_digest(profile))
+        key = artifacts.digest(key, "names read", graph_digest(profile))
     folder, curves = None, {}
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
-            graph = _graph_digest(profile) if config.uses_graph else None
+            graph = graph_digest(profile) if config.uses_graph else None
             made_of, sets = _positives(profile, stage)
             key = artifacts.digest(key, stage, config, made_of, graph)
             start = folder or _untrained(profile, recipe)

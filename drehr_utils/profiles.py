@@ -47,7 +47,7 @@ class Profile:
     offline: bool = True  # models come from packages and folders, no hub is asked
     notes: Path = ROOT / "data/open_notes"  # MIMIC-IV-Note's or MIMIC-III's tables
     benchmark: Path = ROOT / "data/open_cliniq"  # BEIR layout, folders dev/ and test/
-    open_kg: Path = ROOT / "data/open_kg/concepts.tsv.gz"
+    open_kg: Path | None = ROOT / "data/open_kg/concepts.tsv.gz"  # None: the packages' vocabularies alone
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
     real_notes: bool = False  # ACI-Bench's notes train beside these, and in stage I MTS-Dialog's sections (public_data)
     recorded_answers: tuple[Path, ...] = (ROOT / "data/llm_answers/train.jsonl.gz",)

@@ -27,7 +27,7 @@ def test_committed_notebook_is_executed_clean_and_short_celled(path):
     assert all(c["execution_count"] for c in code), "not executed; run ./run_all.sh"
     assert not [o for c in code for o in c["outputs"] if o["output_type"] == "error"]
     assert any("parameters" in c["metadata"].get("tags", []) for c in code)
-    assert max(len("".join(c["source"]).splitlines()) for c in code) <= 40
+    assert max(len("".join(c["source"]).splitlines()) for c in code) <= 15
     assert not re.search(r"(?<![\w.])/(?:root|work|tmp|home)/|sys\.path", text)
     assert "profile.name ==" not in text and "profile.name !=" not in text
 

@@ -23,7 +23,7 @@ CHANCE = "random order"
 def string_scores(profile: Profile, bench: Benchmark) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What strings say, [queries, chunks] each: BM25 of the query, BM25 of it expanded by the graph, and how often one
     of its names in the graph stands in the chunk (hybrid.count_names)."""
-    key = artifacts.digest(string_scores, pipeline._graph_digest(profile), bench.queries, bench.corpus)
+    key = artifacts.digest(string_scores, pipeline.graph_digest(profile), bench.queries, bench.corpus)
 
     def make() -> np.ndarray:
         graph, queries = pipeline.knowledge_graph(profile), list(bench.queries.values())
