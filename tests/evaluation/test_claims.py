@@ -44,6 +44,14 @@ def test_a_claim_of_most_is_a_sign_test():
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20), -1).verdict == claims.REVERSED
 
 
+def test_a_short_training_gives_numbers_and_no_verdict():
+    found = claims.Judged(claims.HOLDS, "+2.0", "640 pairs")
+    assert claims.at_length(found, 1000, 1000) == found
+    short = claims.at_length(found, 40, 1000)
+    assert short.verdict == claims.NOT_TESTABLE and short.budget == "640 pairs"
+    assert short.ours.startswith("needs") and short.ours.endswith("40 steps: +2.0")
+
+
 def test_holm_by_hand():
     # sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04 -> never falling
     assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
