@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -48,20 +48,22 @@ def gains(
 
 
 def ranked(
-    profile: Profile, test_set: TestSet, systems: Mapping[str, str | Path], mention: str, k: int = 5
+    profile: Profile, test_set: TestSet, systems: Mapping[str, str | Path], mentions: Sequence[str], k: int = 5
 ) -> pd.DataFrame:
-    """The first `k` concepts that each system finds for a mention; ✓ marks those that the test set has for it."""
-    gold = {c for m in test_set.mentions if text_key(m.text) == text_key(mention) for c in m.concepts}
-    shown = [f"{'✓ ' * (c in gold)}{c} {text}" for c, text in test_set.concepts.items()]
-    best, searched = {}, list(test_set.concepts.values())
+    """The first `k` concepts that each system finds for each mention; ✓ marks those that the test set has for it."""
+    searched, frames = list(test_set.concepts.values()), {mention: {} for mention in mentions}
+    ties = tie_keys(mentions, test_set.concepts)
     for name, model in systems.items():
         if model == "BM25":
-            scores = BM25(searched).scores([mention])
+            scores = BM25(searched).scores(mentions)
         else:
-            vectors = encoders.encode(load(profile, model), [mention, *searched], bf16=True)
-            scores = vectors[:1] @ vectors[1:].T
-        best[name] = [shown[i] for i in rank(scores, tie_keys([mention], test_set.concepts))[0][:k]]
-    return pd.DataFrame(best, index=range(1, k + 1))
+            vectors = encoders.encode(load(profile, model), [*mentions, *searched], bf16=True)
+            scores = vectors[: len(mentions)] @ vectors[len(mentions) :].T
+        for mention, order in zip(mentions, rank(scores, ties), strict=True):
+            gold = {c for m in test_set.mentions if text_key(m.text) == text_key(mention) for c in m.concepts}
+            shown = [f"{'✓ ' * (c in gold)}{c} {text}" for c, text in test_set.concepts.items()]
+            frames[mention][name] = [shown[i] for i in order[:k]]
+    return pd.concat({m: pd.DataFrame(columns, index=range(1, k + 1)) for m, columns in frames.items()})
 
 
 def gain_draws(
