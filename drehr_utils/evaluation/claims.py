@@ -94,6 +94,13 @@ def needs(what: str) -> Judged:
     return Judged(NOT_TESTABLE, f"needs {what}")
 
 
+def at_length(found: Judged, steps: int, enough: int) -> Judged:
+    """`found`, of a training of so many steps; no verdict where they are not `enough` to decide, but what they gave."""
+    if steps >= enough:
+        return found
+    return Judged(NOT_TESTABLE, f"needs the longer training (profile full); {steps} steps: {found.ours}", found.budget)
+
+
 def ledger() -> pd.DataFrame:
     """The papers' claims, by id."""
     return pd.read_csv(LEDGER, index_col="id", keep_default_na=False)

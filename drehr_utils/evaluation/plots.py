@@ -49,12 +49,14 @@ def dot_interval_plot(
     columns: int = 5,
     xlabel: str | None = None,
     blocks: Mapping[str, str] | None = None,
+    chance: Mapping[str, float] | None = None,
 ) -> Figure:
     """Systems (rows) with ours and its 95% interval, and the paper's value as an open diamond; a panel for each `by`.
 
     `long` has intervals.RESULT_COLUMNS with one row a system and panel, else ValueError: filter metric and setting
     first (the axis is named after them). `xlabel` names it for differences, which get a line at 0. `blocks` says which
-    systems belong together (system -> block's name): one colour a block, and a rule between two."""
+    systems belong together (system -> block's name): one colour a block, and a rule between two. `chance` (panel ->
+    score) is what a random order has: a dotted line."""
     metrics = " / ".join(dict.fromkeys(long["metric"]))
     if long.duplicated(["system", by]).any():
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
@@ -77,6 +79,8 @@ def dot_interval_plot(
             ax.plot(row["paper"], y, linestyle="", **diamond)
         if xlabel:
             ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
+        if chance:
+            ax.axvline(chance[panel], color="#666666", linewidth=0.8, linestyle=":", zorder=0)
         ax.set_title(str(panel))
         ax.set_yticks(range(len(systems)), systems)
         ax.set_ylim(len(systems) - 0.5, -0.5)
@@ -88,6 +92,8 @@ def dot_interval_plot(
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
         shown.append(plt.Line2D([], [], linestyle="", label="paper", **diamond))
+    if chance:
+        shown.append(plt.Line2D([], [], color="#666666", linestyle=":", label="chance"))
     fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
     return fig
 

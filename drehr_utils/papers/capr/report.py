@@ -8,12 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 
 from drehr_utils.config import Resampling
 from drehr_utils.evaluation import intervals
 from drehr_utils.evaluation.claims import verdict
 from drehr_utils.evaluation.medquad import MedQuad, best_first
+from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import Passage
+from drehr_utils.profiles import Profile
+from drehr_utils.search.bm25 import BM25
 
 
 def common(values: pd.DataFrame, others: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -58,3 +62,26 @@ def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, sco
     of = pd.DataFrame(found, columns=["same aspect", "same entity"], dtype=bool)
     of["neither"] = ~of.any(axis=1)
     return pd.concat([pd.Series({"wrong first passages": len(found)}), 100 * of.mean()])
+
+
+def ranked(profile: Profile, names: Iterable[str], query: str, texts: Sequence[Passage], k: int = 3) -> pd.DataFrame:
+    """The first `k` of the passages for a query by each system, cut short: ✓ where one has the query's entity and
+    aspect, its heading in brackets, the entity in capitals."""
+    (entity, aspect), found = query.rsplit(" ; ", 1), {}
+    for name in names:
+        if name == "BM25":
+            scores = BM25([p.text for p in texts]).scores([query])[0]
+        else:
+            with torch.no_grad():
+                scores = systems.trained_model(profile, name)[0].eval()([query], texts)[0].numpy(force=True)
+        best = [texts[i] for i in np.argsort(-scores, kind="stable")[:k]]
+        found[name] = [
+            f"{'✓ ' * (p.aspect == aspect and entity in p.entities)}[{p.aspect}] {_around(p.text, entity)}"
+            for p in best
+        ]
+    return pd.DataFrame(found, index=range(1, k + 1))
+
+
+def _around(text: str, word: str, width: int = 140) -> str:
+    start = max(0, text.find(word) - width // 2)
+    return text[start : start + width].replace(word, word.upper())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from drehr_utils.evaluation import intervals, tables
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.papers.kg.systems import graphs, recall, zero_shot_setting
+from drehr_utils.papers.kg.systems import graphs, load, recall, zero_shot_setting
+from drehr_utils.papers.kg.tasks import text_key
 from drehr_utils.profiles import Profile
+from drehr_utils.search.bm25 import BM25
+from drehr_utils.search.fusion import rank, tie_keys
+from drehr_utils.training import encoders
 
 PAPER_PERCENT = 100  # the paper prints recall as a fraction, our tables run from 0 to 100
 
@@ -29,6 +33,37 @@ def compare(
             base = None if name == against else values[against]
             frames.append(intervals.result_rows(name, setting, group, values[name], profile.resampling, base))
     return pd.concat(frames, ignore_index=True)
+
+
+def gains(
+    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path
+) -> pd.DataFrame:
+    """What each system gains on the model `against`, as intervals.gain_rows; `setting` as in `compare`."""
+    return pd.concat(
+        intervals.gain_rows(name, zero_shot_setting(profile, name, test_set), group, *values, profile.resampling)
+        for group, test_set in test_sets.items()
+        for name, model in systems.items()
+        for values in [[recall(profile, test_set, m) for m in (model, against)]]
+    )
+
+
+def ranked(
+    profile: Profile, test_set: TestSet, systems: Mapping[str, str | Path], mentions: Sequence[str], k: int = 5
+) -> pd.DataFrame:
+    """The first `k` concepts that each system finds for each mention; ✓ marks those that the test set has for it."""
+    searched, frames = list(test_set.concepts.values()), {mention: {} for mention in mentions}
+    ties = tie_keys(mentions, test_set.concepts)
+    for name, model in systems.items():
+        if model == "BM25":
+            scores = BM25(searched).scores(mentions)
+        else:
+            vectors = encoders.encode(load(profile, model), [*mentions, *searched], bf16=True)
+            scores = vectors[: len(mentions)] @ vectors[len(mentions) :].T
+        for mention, order in zip(mentions, rank(scores, ties), strict=True):
+            gold = {c for m in test_set.mentions if text_key(m.text) == text_key(mention) for c in m.concepts}
+            shown = [f"{'✓ ' * (c in gold)}{c} {text}" for c, text in test_set.concepts.items()]
+            frames[mention][name] = [shown[i] for i in order[:k]]
+    return pd.concat({m: pd.DataFrame(columns, index=range(1, k + 1)) for m, columns in frames.items()})
 
 
 def gain_draws(

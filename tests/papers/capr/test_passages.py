@@ -21,7 +21,7 @@ from drehr_utils.papers.capr.passages import (
     retrieval_task,
     split_sentences,
 )
-from drehr_utils.papers.capr.report import comparisons, mistakes
+from drehr_utils.papers.capr.report import comparisons, mistakes, ranked
 from drehr_utils.profiles import load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
@@ -236,3 +236,16 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
 
 def test_the_papers_training_data_are_copied_whole():
     assert paper_figures("capr", 2)["value"].sum() == 8597 + 25202 + 51299 + 55189 + 53 + 80 + 7 + 36 + 186 + 448 + 44
+
+
+def test_a_ranked_list_marks_the_passages_with_both_labels():
+    def passage(i, aspect, text):
+        return Passage(i, i, aspect, ("gout",), (text,), 0, 1)
+
+    near = [
+        passage("a", "plan", "toe pain."),
+        passage("c", "plan", "rest."),
+        passage("b", "family history", "mother: gout."),
+    ]
+    best = ranked(load_profile("smoke"), ["BM25"], "gout ; family history", near, k=1)
+    assert best["BM25"].tolist() == ["✓ [family history] mother: GOUT."]

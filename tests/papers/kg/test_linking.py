@@ -19,7 +19,9 @@ from drehr_utils.papers.kg.linking import (
     recall_values,
     resolve_ids,
 )
+from drehr_utils.papers.kg.report import ranked
 from drehr_utils.papers.kg.systems import OPEN_LINKING
+from drehr_utils.profiles import load_profile
 from drehr_utils.search.fusion import tie_keys
 
 TEXT = "1|t|Title.\n1|a|Abstract.\n"
@@ -145,3 +147,10 @@ def test_recall_by_hand_and_cut():
     assert len(small.concepts) == 10 and {"c0", "c1", "c39"} <= small.concepts.keys()
     assert list(small.concepts) == [c for c in concepts if c in small.concepts] and data.cut(None, None, 0) == data
     assert small.concepts == data.cut(3, 10, seed=0).concepts != data.cut(3, 10, seed=1).concepts
+
+
+def test_a_ranked_list_marks_the_gold_concept():
+    concepts = {"A": "gout of the toe", "B": "rash", "C": "pain in the toe"}
+    found = TestSet("t", "g", concepts, {}, [Mention("1", "d", "Toe pain", frozenset("C"))])
+    best = ranked(load_profile("smoke"), found, {"BM25": "BM25"}, ["toe pain", "rash"], k=2)["BM25"]
+    assert best["toe pain"].tolist() == ["✓ C pain in the toe", "A gout of the toe"] and best["rash", 1] == "B rash"
