@@ -8,6 +8,7 @@ Two processes that want one artifact don't make it twice, and a killed one leave
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -237,9 +238,10 @@ def _once(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it is there."""
+    """Removes a file or folder, if it is there; another process may be at it, too."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
