@@ -345,8 +345,8 @@ def test_missing_package(monkeypatch):
 
 def graph_digest(**changes) -> str:
     """Of the smoke profile's graph with these fields, asked anew."""
-    pipeline._graph_digest.cache_clear()
-    return pipeline._graph_digest(replace(load_profile("smoke"), **changes))
+    pipeline.graph_digest.cache_clear()
+    return pipeline.graph_digest(replace(load_profile("smoke"), **changes))
 
 
 def test_a_bios_is_known_by_its_bytes_not_by_its_place(small, tmp_path):
