@@ -31,12 +31,12 @@ def keys(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "_untrained", lambda profile, recipe: None)
 
     def names(profile, system=pipeline.IMPROVED):
-        for step in (pipeline.notes, pipeline.knowledge_graph, pipeline._graph_digest, pipeline.matcher):
+        for step in (pipeline.notes, pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
             step.cache_clear()
         return pipeline.train_recipe(profile, pipeline.recipe_of(profile, system))[0].name
 
     yield names
-    for step in (pipeline.notes, pipeline.knowledge_graph, pipeline._graph_digest, pipeline.matcher):
+    for step in (pipeline.notes, pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
         step.cache_clear()
 
 
