@@ -53,6 +53,8 @@ def test_rows_of_means_draw_patients():
     assert rows.loc["by patient", ["low", "high"]].tolist() == [0, 6]
     assert claims.judge(rows.loc[["same"]]).verdict == claims.HOLDS
     assert claims.judge(rows.loc[["by patient"]]).verdict == claims.NOT_SHOWN
+
+
 def test_a_short_training_gives_numbers_and_no_verdict():
     found = claims.Judged(claims.HOLDS, "+2.0", "640 pairs")
     assert claims.at_length(found, 1000, 1000) == found

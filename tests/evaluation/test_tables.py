@@ -288,6 +288,8 @@ def test_differences_are_printed_with_their_interval_and_direction_in_their_own_
     assert list(cells.index) == ["b", "a"] and list(cells.columns) == ["Z", "A"]
     assert cells.loc["b"].tolist() == ["+1.0 [+0.5, +1.5] ▲", "+2.0 [-1.0, +3.0]"]
     assert cells.loc["a"].tolist() == ["-3.0 [-4.0, -2.0] ▼", "+4.0 [+3.0, +5.0]"]
+
+
 def test_a_count_has_no_decimals():
     rows = pd.DataFrame(
         [("", "", "all", m, 5.0, 1234.0, *[np.nan] * 3) for m in ("Avg", "Sum")], columns=RESULT_COLUMNS
