@@ -118,8 +118,9 @@ def is_utf8(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a CSV table as (row number in the file, the header being row 1; dict of the columns asked for).
+def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a CSV table as (row number in the file, the header being row 1; dict of the columns asked for, and of the
+    `optional` ones that there are).
 
     Column names are compared in lower case, so that MIMIC-III's and MIMIC-IV's headers both fit. Raises DataError
     for a missing file or column, a row that is cut short, or a file that is not CSV."""
@@ -133,7 +134,7 @@ def iter_rows(path: Path, columns: Iterable[str]) -> Iterator[tuple[int, dict[st
             if missing := ", ".join(name for name in columns if name not in header):
                 shown = ", ".join(header[:20])
                 raise DataError(f"{where}, row 1: column {missing} is missing; the header: {shown}")
-            at = {name: header.index(name) for name in columns}
+            at = {name: header.index(name) for name in (*columns, *(o for o in optional if o in header))}
             for row, values in enumerate(reader, start=2):
                 if short := [name for name, i in at.items() if values and i >= len(values)]:
                     raise DataError(f"{where}, row {row}: no value for field {short[0]} (the row is cut short)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,6 +117,51 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
     if not notes:
         raise DataError(f"{where}: no note with text in {report.rows} rows")
     return notes, report
+
+
+def read_any_notes(
+    source: Path, text: str = "text", note_id: str = "note_id", patient: str = "subject_id"
+) -> tuple[list[Note], ReadReport]:
+    """Notes of one's own: a folder in MIMIC's layout (see read_notes), a folder of .txt files, or a CSV table.
+
+    A table's columns are named by the other arguments; without an id, row n is `row-n`. A text file's id is its path in
+    the folder. What has no patient, as a file right in the folder, is a patient of its own; else its folder is one.
+    Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does."""
+    source = Path(source)
+    if source.is_dir() and (find_table(source, "discharge") or find_table(source, "NOTEEVENTS")):
+        return read_notes(source)
+    notes, report, seen = [], ReadReport(source.name), {}
+    for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
+        report.rows += 1
+        if name in seen:
+            said = f"{name!r} stands in row {seen[name]} already; note ids must be unique"
+            raise DataError(f"{short_name(source)}, row {row}, field {note_id}: {said}")
+        seen[name] = row
+        if not is_utf8(content) or not clean(content):
+            reason = "empty" if is_utf8(content) else "bytes that are not UTF-8"
+            report.skipped.append((row, field_name, reason))
+        else:
+            notes.append(Note(name, owner, "", content))
+            report.kept += 1
+    if not notes:
+        raise DataError(f"{source.name}: no note with text in {report.rows} rows or files")
+    return notes, report
+
+
+def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[tuple[int, str, str, str, str]]:
+    """Row or number of the file, field or file, note's id, patient, text."""
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*.txt") if path.is_file())
+        if not paths:
+            raise DataError(f"{source.name}/: no discharge.csv(.gz), no NOTEEVENTS.csv(.gz) and no .txt file is there")
+        for row, path in enumerate(paths, 1):
+            name = path.relative_to(source).as_posix()
+            content = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+            yield row, name, name, name.rpartition("/")[0] or name, content
+    else:
+        for row, values in iter_rows(source, [text], [note_id, patient]):
+            name = values.get(note_id) or f"row-{row}"
+            yield row, text, name, values.get(patient) or name, values[text]
 
 
 def read_real_notes(name: str) -> list[Note]:

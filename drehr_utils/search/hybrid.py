@@ -59,15 +59,29 @@ def count_names(names: Sequence[Iterable[str]], texts: Sequence[str]) -> np.ndar
     patterns, counts = list(of_name), np.zeros((len(names), len(texts)), np.int32)
     automaton = AhoCorasick(patterns, matchkind=MatchKind.Standard)
     for column, text in enumerate(map(normalize_term, texts)):
-        hits = automaton.find_matches_as_indexes(text, overlapping=True)
-        whole = [(a, -b, i) for i, a, b in hits if not (text[a - 1 : a].isalnum() or text[b : b + 1].isalnum())]
         free_from: dict[int, int] = defaultdict(int)
-        for start, end, i in sorted(whole):
+        for start, end, i in _whole(automaton, text):
             for query in of_name[patterns[i]]:
                 if start >= free_from[query]:
-                    free_from[query] = -end
+                    free_from[query] = end
                     counts[query, column] += 1
     return counts
+
+
+def name_spans(names: Iterable[str], text: str) -> list[tuple[int, int]]:
+    """Where one query's names stand in a text, by the rule of count_names: (start, end) in normalize_term(text)."""
+    spans: list[tuple[int, int]] = []
+    for start, end, _ in _whole(AhoCorasick(list(names), matchkind=MatchKind.Standard), normalize_term(text)):
+        if not spans or start >= spans[-1][1]:
+            spans.append((start, end))
+    return spans
+
+
+def _whole(automaton: AhoCorasick, text: str) -> list[tuple[int, int, int]]:
+    """(start, end, pattern) of every pattern that stands in the text whole, from the left, the longest first."""
+    hits = automaton.find_matches_as_indexes(text, overlapping=True)
+    whole = [(a, b, i) for i, a, b in hits if not (text[a - 1 : a].isalnum() or text[b : b + 1].isalnum())]
+    return sorted(whole, key=lambda hit: (hit[0], -hit[1], hit[2]))
 
 
 def names_in_text(counts: np.ndarray, bm25: np.ndarray) -> np.ndarray:

@@ -1,0 +1,242 @@
+"""An index of one's own notes, searched by the hybrid: chunks, vectors and patients in an embedded LanceDB table.
+
+    index = NoteIndex.create("notes-index", hybrid)  # later: NoteIndex.open("notes-index")
+    index.update(notes)
+    index.search("shortness of breath", top=10)
+
+Its folder is open to its owner alone and ignored by git. A note is in it whole or not at all, whenever it is killed.
+Within a patient every chunk is scored; in the whole index, those that the encoder or a name brings up, each with the
+score that it would have among all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from drehr_utils import artifacts, files
+from drehr_utils.data.notes import Note, chunk_note
+from drehr_utils.errors import DataError
+from drehr_utils.search.bm25 import WordCounts
+from drehr_utils.search.dense import dense_scores
+from drehr_utils.search.expansion import expand_query
+from drehr_utils.search.hybrid import Hybrid, count_names, joined, name_spans, names_of
+from drehr_utils.training import encoders
+
+if TYPE_CHECKING:
+    from lancedb.table import Table
+
+T = TypeVar("T")
+DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
+NOTES_AT_ONCE = 64  # what a kill costs
+_TABLE, _HYBRID, _WORDS = "chunks", "hybrid", "words.json.gz"
+_TEXTS = ("id", "note_id", "patient", "note_digest", "text")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A chunk that was found: `names` of the query that stand in it, with their number, and where, in `text`."""
+
+    score: float
+    similarity: float
+    names: dict[str, int]
+    spans: list[tuple[int, int]]
+    patient: str
+    note_id: str
+    chunk_id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """Numbers of notes; `gone` are in the index and not among the notes given."""
+
+    new: int
+    changed: int
+    unchanged: int
+    gone: int
+
+
+@dataclass
+class NoteIndex:
+    folder: Path
+    hybrid: Hybrid
+    table: Table
+    depth: int = DEPTH
+
+    @classmethod
+    def create(cls, folder: str | Path, hybrid: Hybrid) -> Self:
+        """An empty index, which keeps a copy of the hybrid: an index is asked by what it was made with."""
+        folder = Path(folder)
+        if folder.exists() and any(folder.iterdir()):
+            raise DataError(f"{folder.name}/: isn't empty; name a new folder, or leave --model out to add to its index")
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chmod(folder, 0o700)
+        files.write_atomically(folder / ".gitignore", b"*\n")
+        artifacts.cached_folder(folder / _HYBRID, hybrid.save)
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """The index in `folder`. Raises DataError where there is none, or LanceDB isn't installed."""
+        folder = Path(folder)
+        if not (folder / _HYBRID).is_dir():
+            raise DataError(f"{folder.name}/: no index; make one with `drehr-search index NOTES --index {folder.name}`")
+        try:
+            import lancedb
+        except ImportError:
+            raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
+        hybrid = Hybrid.load(folder / _HYBRID)
+        vector = pa.field("vector", pa.list_(pa.float32(), hybrid.encoder.get_embedding_dimension()))
+        schema = pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
+        database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
+        return cls(folder, hybrid, database.create_table(_TABLE, schema=schema, exist_ok=True))
+
+    def notes(self) -> dict[str, str]:
+        """Note id -> digest of the note that is in the index."""
+        found = self.table.search().select(["note_id", "note_digest"]).to_arrow()
+        return dict(zip(found["note_id"].to_pylist(), found["note_digest"].to_pylist(), strict=True))
+
+    def update(self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True) -> Update:
+        """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
+
+        A second writer at the same time is a DataError. What was killed goes on with the next call."""
+        with artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
+            known = self.notes()
+            digests = {note.note_id: _digest(note) for note in notes}
+            wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
+            gone = [note_id for note_id in known if note_id not in digests]
+            with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
+                for some in _batches(wanted, NOTES_AT_ONCE):
+                    self._add(some)
+                    bar.update(len(some))
+            if remove_gone:
+                for some in _batches(gone, 1000):
+                    self.table.delete(_is_in("note_id", some))
+            if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
+                self._finish()
+        new = sum(note.note_id not in known for note in wanted)
+        return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
+
+    def _add(self, notes: Sequence[Note]) -> None:
+        """In one commit: what the index had of these notes goes as they come."""
+        chunks = [(chunk, note) for note in notes for chunk in chunk_note(note)]
+        vectors = encoders.encode(self.hybrid.encoder, [chunk.text for chunk, _ in chunks], batch_size=16)
+        columns = {
+            "id": [chunk.id for chunk, _ in chunks],
+            "note_id": [note.note_id for _, note in chunks],
+            "patient": [note.subject_id for _, note in chunks],
+            "note_digest": [_digest(note) for _, note in chunks],
+            "text": [chunk.text for chunk, _ in chunks],
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]),
+        }
+        merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+        stale = _is_in("note_id", [note.note_id for note in notes])
+        merge.when_not_matched_by_source_delete(stale).execute(pa.table(columns, schema=self.table.schema))
+
+    def _finish(self) -> None:
+        """Indexes of words and patients, and what was deleted removed from the disk, too."""
+        from lancedb.index import FTS, BTree
+
+        have = {column for index in self.table.list_indices() for column in index.columns}
+        if "text" not in have:  # words as they stand, for BM25 counts no stems
+            self.table.create_index("text", config=FTS(stem=False, remove_stop_words=False, ascii_folding=False))
+        if "patient" not in have:
+            self.table.create_index("patient", config=BTree())
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # of a reader that might lose its version: it asks for the newest
+            self.table.optimize(cleanup_older_than=datetime.timedelta(0), delete_unverified=True)
+        self._count_words()
+
+    def _count_words(self) -> WordCounts:
+        batches = self.table.search().select(["text"]).to_batches()
+        counts = WordCounts.of(text for batch in batches for text in batch["text"].to_pylist())
+        about = {"version": self.table.version, **asdict(counts)}
+        files.write_atomically(self.folder / _WORDS, json.dumps(about).encode())
+        self.__dict__.pop("words", None)
+        return counts
+
+    @cached_property
+    def words(self) -> WordCounts:
+        """BM25's word statistics of the whole index."""
+        if (self.folder / _WORDS).exists():
+            with files.open_file(self.folder / _WORDS) as file:
+                about = json.load(file)
+            if about.pop("version") == self.table.version:
+                return WordCounts(**about)
+        return self._count_words()  # an indexing run was killed
+
+    def search(self, query: str, top: int = 10, patient: str | None = None) -> list[Hit]:
+        """The best `top` chunks, best first: of one patient exactly, else of all candidates.
+
+        Raises DataError for an empty query, an empty index, or a patient without notes."""
+        if not query.strip():
+            raise DataError("the query is empty; give a term, as in 'shortness of breath'")
+        if not self.table.count_rows():
+            raise DataError(f"{self.folder.name}/: the index is empty; run `drehr-search index NOTES`")
+        names = sorted(names_of(query, self.hybrid.graph))
+        expanded = expand_query(query, self.hybrid.graph)
+        vector = self.hybrid.encoder.encode([query])
+        found = self._candidates(vector[0], expanded, names) if patient is None else self._of_patient(patient)
+        texts = found["text"].to_pylist()
+        vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
+        similarity = dense_scores(vector, vectors)[0]
+        counts = count_names([names], texts)[0]
+        scores = joined(similarity, counts, self.words.scores(expanded, texts), self.hybrid.weights)
+        ids = np.array(found["id"].to_pylist())
+        best = np.lexsort((ids, -scores))[:top]
+        rows = found.select(["patient", "note_id", "id", "text"]).take(best).to_pylist()
+        hits = []
+        for i, row in zip(best, rows, strict=True):
+            spans = name_spans(names, row["text"])
+            named = Counter(row["text"][a:b] for a, b in spans)
+            of_chunk = row["patient"], row["note_id"], row["id"], row["text"]
+            hits.append(Hit(float(scores[i]), float(similarity[i]), dict(named), spans, *of_chunk))
+        return hits
+
+    def _of_patient(self, patient: str) -> pa.Table:
+        found = self.table.search().where(_is_in("patient", [patient])).to_arrow()
+        if not len(found):
+            raise DataError(f"{self.folder.name}/: no note of patient {patient!r} is in the index")
+        return found
+
+    def _candidates(self, vector: np.ndarray, expanded: str, names: Sequence[str]) -> pa.Table:
+        """What is nearest, what has words of the expanded query, and what has all words of a name."""
+        from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur
+
+        whole = [(Occur.SHOULD, MatchQuery(name, "text", operator=FullTextOperator.AND)) for name in names]
+        searches = [(self.table.search(vector).distance_type("cosine"), "_distance")]
+        for query in (MatchQuery(expanded, "text"), BooleanQuery(whole)):
+            searches.append((self.table.search(query, query_type="fts"), "_score"))
+        columns = [*_TEXTS, "vector"]
+        parts = [search.limit(self.depth).select([*columns, score]).to_arrow() for search, score in searches]
+        found = pa.concat_tables([part.select(columns) for part in parts])
+        _, first = np.unique(found["id"].to_numpy(zero_copy_only=False), return_index=True)
+        return found.take(first)
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _digest(note: Note) -> str:
+    return hashlib.sha256(f"{note.subject_id}\n{note.text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _is_in(column: str, values: Iterable[str]) -> str:
+    quoted = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
+    return f"{column} IN ({quoted})"

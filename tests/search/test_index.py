@@ -1,0 +1,185 @@
+"""The index of one's own notes against the hybrid that it keeps, BM25 over the whole, and itself undisturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from drehr_utils.data.notes import Note, chunk_note
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.profiles import ROOT
+from drehr_utils.search.bm25 import BM25, WordCounts
+from drehr_utils.search.hybrid import Hybrid, Weights, count_names, name_spans
+from drehr_utils.search.index import NoteIndex
+from drehr_utils.training.encoders import load_encoder
+
+pytest.importorskip("lancedb")
+QUERIES = ("myocardial infarction", "MI", "cough", "aspirin")
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    graph = KnowledgeGraph(cui2pt={"1": "myocardial infarction", "2": "aspirin"})
+    for cui, term in [("1", "myocardial infarction"), ("1", "mi"), ("2", "aspirin"), ("2", "asa")]:
+        graph.add_term(cui, term)
+    return Hybrid(load_encoder("minilm"), graph, Weights(0.2, 0.4))
+
+
+def note(i, words, patient=None):
+    return Note(f"n{i}", patient or f"p{i % 3}", "", words)
+
+
+VOCABULARY = (
+    "the patient had an old mi with cough and fever on asa aspirin stopped myocardial infarction in o'brien".split()
+)
+
+
+def notes(n, words=130):
+    rng = random.Random(0)
+    return [note(i, " ".join(rng.choices(VOCABULARY, k=words))) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def index(hybrid, tmp_path_factory):
+    index = NoteIndex.create(tmp_path_factory.mktemp("index") / "mine", hybrid)
+    index.update(notes(9), progress=False)
+    return index
+
+
+def contents(index):
+    rows = sorted(index.table.search().to_arrow().to_pylist(), key=lambda row: row["id"])
+    return [(row["id"], row["note_id"], row["patient"], row["text"]) for row in rows], np.array(
+        [r["vector"] for r in rows]
+    )
+
+
+def assert_same(index, other):
+    (rows, vectors), (others, other_vectors) = contents(index), contents(other)
+    assert rows == others
+    np.testing.assert_allclose(vectors, other_vectors, atol=1e-5)  # a batch's padding moves the last digits
+    assert_found_alike(index.search("mi cough", 99), other.search("mi cough", 99))
+
+
+def assert_found_alike(hits, others):
+    scores, other_scores = ({hit.chunk_id: hit.score for hit in found} for found in (hits, others))
+    assert scores == pytest.approx(other_scores, abs=1e-5)
+
+
+def test_candidates_get_the_bm25_scores_that_they_have_among_all():
+    rng = random.Random(1)
+    texts = [" ".join(rng.choices("a b c d e f the The x_1 o'brien".split(), k=rng.randint(1, 30))) for _ in range(40)]
+    counts = WordCounts.of(texts)
+    for query in ("a b b", "the o'brien unknown", "unknown"):
+        assert counts.scores(query, texts[5:15]) == pytest.approx(BM25(texts).scores([query])[0][5:15])
+
+
+def test_spans_are_what_is_counted():
+    names, text = ["mi", "old mi", "a"], "Hx of  MI, old mi; a mild A"
+    spans = name_spans(names, text)
+    assert [" ".join(text.lower().split())[a:b] for a, b in spans] == ["mi", "old mi", "a", "a"]
+    assert count_names([names], [text])[0, 0] == len(spans)
+
+
+def test_the_whole_index_and_a_patient_are_scored_as_the_hybrid_scores_them(index, hybrid):
+    chunks = {chunk.id: chunk.text for n in notes(9) for chunk in chunk_note(n)}
+    expected = dict(zip(chunks, hybrid.index(chunks.values()).scores(QUERIES).T, strict=True))
+    for i, query in enumerate(QUERIES):
+        hits = index.search(query, top=100)
+        assert {hit.chunk_id for hit in hits} == set(chunks)
+        assert [hit.score for hit in hits] == pytest.approx([expected[hit.chunk_id][i] for hit in hits], abs=1e-5)
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+        own = index.search(query, top=100, patient="p1")
+        assert_found_alike(own, [hit for hit in hits if hit.patient == "p1"])
+        assert len(own) == len(chunks) / 3
+    assert sum(hits[0].names.values()) == len(hits[0].spans) > 0
+    assert {hits[0].text[a:b] for a, b in hits[0].spans} == set(hits[0].names) <= {"aspirin", "asa"}
+
+
+def test_a_candidate_has_the_score_that_it_has_among_all(index):
+    whole = {hit.chunk_id: hit.score for hit in index.search("MI", top=99)}
+    few = NoteIndex(index.folder, index.hybrid, index.table, depth=4).search("MI", top=99)
+    assert 4 <= len(few) < len(whole) and few[0].score == pytest.approx(max(whole.values()))
+    assert {hit.chunk_id: hit.score for hit in few} == pytest.approx({i: whole[i] for i in (h.chunk_id for h in few)})
+
+
+def test_only_new_and_changed_notes_are_indexed_again(hybrid, tmp_path):
+    index = NoteIndex.create(tmp_path / "mine", hybrid)
+    first = notes(5)
+    assert vars(index.update(first, progress=False)) == {"new": 5, "changed": 0, "unchanged": 0, "gone": 0}
+    later = [
+        note(0, "only a few words of o'brien"),
+        *first[1:3],
+        note(3, first[3].text, "o'brien"),
+        note(7, "new cough"),
+    ]
+    assert vars(index.update(later, progress=False)) == {"new": 1, "changed": 2, "unchanged": 2, "gone": 1}
+    assert vars(index.update(later, remove_gone=True, progress=False))["gone"] == 1
+    fresh = NoteIndex.create(tmp_path / "fresh", hybrid)
+    fresh.update(later, progress=False)
+    assert_same(index, fresh)
+    assert_same(NoteIndex.open(index.folder), fresh)
+    assert {hit.note_id for hit in index.search("cough", patient="o'brien")} == {"n3"}
+    held = b"".join(path.read_bytes() for path in (index.folder / "chunks.lance").rglob("*") if path.is_file())
+    assert later[1].text.encode()[:60] in held  # so that what is searched for can be found
+    assert not [i for i in (0, 4) if first[i].text.encode()[:60] in held]  # changed and gone: off the disk, too
+
+
+def test_the_folder_is_the_owners_alone_and_no_git_sees_it(index):
+    assert stat.S_IMODE(os.stat(index.folder).st_mode) == 0o700
+    assert (index.folder / ".gitignore").read_text() == "*\n"
+
+
+def test_what_cannot_be_done_says_so(index, hybrid, tmp_path):
+    for query, patient, said in [(" ", None, "empty"), ("mi", "nobody", "nobody")]:
+        with pytest.raises(DataError, match=said):
+            index.search(query, patient=patient)
+    with pytest.raises(DataError, match="drehr-search index"):
+        NoteIndex.open(tmp_path)
+    with pytest.raises(DataError, match="isn't empty"):
+        NoteIndex.create(index.folder, hybrid)
+    with pytest.raises(DataError, match="index is empty"):
+        NoteIndex.create(tmp_path / "none", hybrid).search("mi")
+
+
+INDEXING = """
+import sys
+from drehr_utils.data.notes import Note
+from drehr_utils.search import index
+index.NOTES_AT_ONCE = 2
+texts = open(sys.argv[2]).read().splitlines()
+notes = [Note(f"n{i}", f"p{i % 3}", "", text) for i, text in enumerate(texts)]
+print("begins", flush=True)
+index.NoteIndex.open(sys.argv[1]).update(notes, progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notes_in", [2, 6])
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(hybrid, tmp_path, notes_in):
+    given = notes(12)
+    (tmp_path / "texts").write_text("\n".join(n.text for n in given))
+    index = NoteIndex.create(tmp_path / "mine", hybrid)
+    command = [sys.executable, "-c", INDEXING, str(index.folder), str(tmp_path / "texts")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    while process.poll() is None and len(index.notes()) < notes_in:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    held = index.notes()
+    assert len(held) >= notes_in
+    assert len(contents(index)[0]) == 2 * len(held)  # notes are whole: of two chunks each
+    assert index.search("cough", top=1)  # before it is whole
+    done = index.update(given, progress=False)
+    assert (done.new, done.unchanged) == (12 - len(held), len(held))
+    fresh = NoteIndex.create(tmp_path / "fresh", hybrid)
+    fresh.update(given, progress=False)
+    assert_same(index, fresh)

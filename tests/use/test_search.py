@@ -1,0 +1,106 @@
+"""drehr-search as it is called: its three kinds of notes, its answers, and what it says of bad input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+
+import pytest
+
+from drehr_utils.data.notes import read_any_notes
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.search.hybrid import Hybrid, Weights
+from drehr_utils.training.encoders import load_encoder
+from drehr_utils.use import search
+
+pytest.importorskip("lancedb")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    graph = KnowledgeGraph(cui2pt={"1": "dyspnea"})
+    for term in ("dyspnea", "shortness of breath", "sob"):
+        graph.add_term("1", term)
+    folder = tmp_path_factory.mktemp("model") / "hybrid"
+    Hybrid(load_encoder("minilm"), graph, Weights(0.2, 0.2)).save(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    notes = tmp_path / "notes"
+    (notes / "ann").mkdir(parents=True)
+    (notes / "ann/1.txt").write_text("Dyspnea on exertion, no SOB at rest.")
+    (notes / "ann/2.txt").write_text("Knee pain after a fall.")
+    (notes / "b.txt").write_bytes("\ufeffAnkle sprain.".encode())
+    return notes
+
+
+def test_three_text_files_two_commands_a_ranked_list(folder, model, tmp_path, capsys):
+    at = ["--index", str(tmp_path / "index")]
+    search.main(["index", str(folder), "--model", str(model), *at])
+    assert "3 notes added, 0 changed, 0 as they were; 3 chunks" in capsys.readouterr().out
+    search.main(["query", "shortness of breath", "--top", "2", *at])
+    first, text = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert first.startswith(" 1  ") and first.endswith("patient ann, chunk ann/1.txt_0: dyspnea, sob")
+    assert text == "    *dyspnea* on exertion, no *sob* at rest."
+    search.main(["query", "sob", "--json", "--patient", "b.txt", *at])
+    (hit,) = json.loads(capsys.readouterr().out)["hits"]
+    assert hit["text"] == "ankle sprain." and hit["names"] == {} and hit["patient"] == "b.txt"
+
+
+def test_queries_come_from_stdin_too_and_end_with_an_empty_line(folder, model, tmp_path, capsys, monkeypatch):
+    at = ["--index", str(tmp_path / "index")]
+    search.main(["index", str(folder), "--model", str(model), *at])
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(["sob\n", "knee\n", "\n", "not asked\n"])))
+    search.main(["query", "--json", *at])
+    asked = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [found["query"] for found in asked] == ["sob", "knee"]
+    assert asked[1]["hits"][0]["text"].startswith("knee pain")
+
+
+def test_a_table_is_read_by_the_columns_that_it_has(tmp_path):
+    table = tmp_path / "mine.csv.gz"
+    with gzip.open(table, "wt") as file:
+        file.write('Text,mrn\n"two\nlines",7\n  ,8\nthird,\n')
+    notes, report = read_any_notes(table, patient="mrn")
+    assert [(n.note_id, n.subject_id, n.text) for n in notes] == [
+        ("row-2", "7", "two\nlines"),
+        ("row-4", "row-4", "third"),
+    ]
+    assert report.skipped == [(3, "text", "empty")]
+    with pytest.raises(DataError, match=r"mine.csv.gz, row 1: column words is missing; the header: text, mrn"):
+        read_any_notes(table, text="words")
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda f: None, "no such file"),
+        (lambda f: f.mkdir(), "no .txt file"),
+        (lambda f: f.write_text("text,note_id\na,1\nb,1\n"), "row 3, field note_id: '1' stands in row 2 already"),
+        (lambda f: f.write_text("text\n\n"), "no note with text in 0 rows"),
+        (lambda f: f.write_bytes(b"text\n\xff\n"), "no note with text in 1 rows"),
+    ],
+)
+def test_bad_notes_are_named_and_no_traceback_is_shown(make, said, tmp_path, capsys):
+    make(tmp_path / "notes.csv")
+    with pytest.raises(SystemExit) as stopped:
+        search.main(["index", str(tmp_path / "notes.csv"), "--index", str(tmp_path / "index")])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 1 and said in printed and printed.startswith("drehr-search: ")
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_index_keeps_its_model(folder, model, tmp_path, capsys):
+    command = ["index", str(folder), "--model", str(model), "--index", str(tmp_path / "index")]
+    search.main(command)
+    with pytest.raises(SystemExit):
+        search.main(command)
+    assert "has its model already" in capsys.readouterr().err
+    (folder / "b.txt").unlink()
+    search.main([*command[:2], *command[4:], "--remove-gone"])
+    assert "0 notes added, 0 changed, 2 as they were, 1 removed; 2 chunks" in capsys.readouterr().out
