@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import sqlite3
+import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,12 +21,14 @@ csv.field_size_limit(2**31 - 1)  # a note may be longer than the csv module's de
 
 def project_root() -> Path:
     """The folder that holds data/ and figures/: DREHR_ROOT, else the checkout that this package lies in, else the
-    current folder or the first above it that has data/open_notes (a package that was installed without `-e`)."""
+    current folder or the first above it that has data/open_notes (a package that was installed without `-e`), else what
+    a wheel brings: graph and weights, for drehr-search."""
     if given := os.environ.get("DREHR_ROOT"):
         return Path(given).absolute()
     beside = Path(__file__).resolve().parents[1]
     places = (beside, Path.cwd(), *Path.cwd().parents)
-    return next((place for place in places if (place / "data/open_notes").is_dir()), beside)
+    brought = Path(sysconfig.get_path("data")) / "share/drehr_utils"
+    return next((place for place in places if (place / "data/open_notes").is_dir()), brought)
 
 
 def short_name(path: Path) -> str:

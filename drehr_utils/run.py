@@ -33,6 +33,7 @@ _CELL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
 _INJECTED = "injected-parameters"
 _ERROR_MARKER = "papermill-error-cell-tag"
 _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _TRAINING, _READ_ITS_MODELS = "05", ("08", "09", "10", "11", "14")  # beside it these would only wait for its models
 
 
@@ -90,6 +91,7 @@ def _clean_outputs(outputs: list[Any], shorten: Callable[[str], str]) -> list[An
     for streams, group in itertools.groupby(outputs, key=lambda output: output.output_type == "stream"):
         found = list(group)
         if not streams:
+            found = [output for output in found if _WIDGET not in output.get("data", {})]  # it lives with its kernel
             for output in found:
                 for kind, value in output.get("data", {}).items():
                     if isinstance(value, str) and (kind.startswith("text/") or kind == "image/svg+xml"):

@@ -15,7 +15,8 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "drehr_utils", "pyproject.toml", "LICENSE"],
+        ["git", "ls-files", "-co", "--exclude-standard", "drehr_utils", "pyproject.toml", "LICENSE", "data/models",
+         "data/open_kg"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     for name in files:  # a copy: setuptools writes into the source folder
@@ -33,6 +34,14 @@ def installed(tmp_path_factory):
 def test_the_wheel_holds_every_room(installed):
     held = {p.relative_to(installed).as_posix() for p in installed.glob("drehr_utils/**/*.py")}
     assert held == {p.relative_to(ROOT).as_posix() for p in ROOT.glob("drehr_utils/**/*.py")}
+
+
+def test_the_wheel_holds_graph_and_weights(installed):
+    (share,) = installed.glob("*.data/data/share/drehr_utils")
+    for folder in ("data/models", "data/open_kg"):
+        listed = ["git", "ls-files", "-co", "--exclude-standard", folder]
+        files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        assert files and all((share / name).read_bytes() == (ROOT / name).read_bytes() for name in files)
 
 
 def run(installed, cwd, code):

@@ -107,6 +107,18 @@ def denied(sentence: str, start: int, end: int) -> bool:
     return cue is not None and len(text[end : end + cue.start()].split()) <= WORDS_AFTER
 
 
+def denied_in(text: str, start: int, end: int) -> bool:
+    """`denied` of a mention at [start, end) of a text of several sentences, white space folded."""
+    at = 0
+    for sentence in sentences(text):
+        begins = text.find(sentence, at)
+        if begins >= 0:
+            at = begins + len(sentence)
+            if begins <= start and end <= at:
+                return denied(sentence, start - begins, end - begins)
+    return False
+
+
 def polarity(text: str, names: Iterable[str]) -> str | None:
     """What a text says of a concept, by any of its names: `affirmed` if one mention is not denied, `denied` if all are.
 

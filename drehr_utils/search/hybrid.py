@@ -26,6 +26,7 @@ from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_ter
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
+from drehr_utils.training.encoders import load_encoder
 
 HALF = 20.0  # the BM25 score of an expanded query that counts half
 WEIGHTS_FILE, GRAPH_FOLDER = "hybrid.json", "graph"
@@ -130,7 +131,10 @@ class Hybrid:
         (Path(folder) / WEIGHTS_FILE).write_text(json.dumps(asdict(self.weights)))
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """What `save` wrote. Raises DataError for a graph that can't be read."""
-        weights = Weights(**json.loads((Path(folder) / WEIGHTS_FILE).read_text()))
-        return cls(SentenceTransformer(str(folder)), load_bios(Path(folder) / GRAPH_FOLDER), weights)
+    def load(cls, folder: str | Path, graph: KnowledgeGraph | None = None) -> Self:
+        """What `save` wrote; given a `graph`, an encoder's folder will do, with the default weights where it has none.
+        Raises DataError for a folder that isn't there and a graph that can't be read."""
+        folder = Path(folder)
+        encoder, beside = load_encoder(folder), folder / WEIGHTS_FILE
+        weights = Weights(**json.loads(beside.read_text())) if beside.exists() else Weights()
+        return cls(encoder, load_bios(folder / GRAPH_FOLDER) if graph is None else graph, weights)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from drehr_utils import artifacts, files
 from drehr_utils.data.notes import Note, chunk_note
 from drehr_utils.errors import DataError
+from drehr_utils.knowledge.negation import denied_in
 from drehr_utils.search.bm25 import WordCounts
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
@@ -48,12 +49,14 @@ _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk that was found: `names` of the query that stand in it, with their number, and where, in `text`."""
+    """A chunk that was found: `names` of the query that stand in it, with their number, where in `text`, and which of
+    these mentions are denied ("no dyspnea"; knowledge.negation)."""
 
     score: float
     similarity: float
     names: dict[str, int]
     spans: list[tuple[int, int]]
+    denied: list[bool]
     patient: str
     note_id: str
     chunk_id: str
@@ -204,8 +207,9 @@ class NoteIndex:
         for i, row in zip(best, rows, strict=True):
             spans = name_spans(names, row["text"])
             named = Counter(row["text"][a:b] for a, b in spans)
+            denied = [denied_in(row["text"], *span) for span in spans]
             of_chunk = row["patient"], row["note_id"], row["id"], row["text"]
-            hits.append(Hit(float(scores[i]), float(similarity[i]), dict(named), spans, *of_chunk))
+            hits.append(Hit(float(scores[i]), float(similarity[i]), dict(named), spans, denied, *of_chunk))
         return hits
 
     def _of_patient(self, patient: str) -> pa.Table:

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from drehr_utils import pipeline
 from drehr_utils.data.notes import read_any_notes
 from drehr_utils.errors import DataError
+from drehr_utils.knowledge import vocabularies
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
 from drehr_utils.search.index import Hit, NoteIndex
-from drehr_utils.training.encoders import load_encoder
 
 INDEX = Path("drehr-index")
 SHIPPED = ROOT / "data/models/drehr-improved"
 
 
 def hybrid_of(model: Path = SHIPPED) -> Hybrid:
-    """The hybrid of a folder that Hybrid.save wrote; of a plain encoder's folder, with the open graph."""
-    if (model / GRAPH_FOLDER).is_dir():
-        return Hybrid.load(model)
-    return Hybrid(load_encoder(model), pipeline.knowledge_graph(load_profile("open")))
+    """The hybrid of a folder that Hybrid.save wrote, or of an encoder's folder and the open graph."""
+    whole = (model / GRAPH_FOLDER).is_dir()
+    return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
 
 
 def make_index(options: argparse.Namespace) -> None:
@@ -75,16 +73,24 @@ def _lines() -> Iterator[str]:
         yield line.strip()
 
 
+def marked(hit: Hit, said: tuple[str, str], denied: tuple[str, str], escape: Callable[[str], str] = str) -> str:
+    """The hit's text with its names between two marks, between two others where the mention is denied."""
+    parts, at = [], 0
+    for (start, end), no in zip(hit.spans, hit.denied, strict=True):
+        before, after = denied if no else said
+        parts += [escape(hit.text[at:start]), before, escape(hit.text[start:end]), after]
+        at = end
+    return "".join([*parts, escape(hit.text[at:])])
+
+
 def show(hit: Hit, place: int, colour: bool = False) -> str:
-    """A hit as text, its names marked: in colour, or between asterisks."""
-    before, after = ("\033[1;33m", "\033[0m") if colour else ("*", "*")
-    marked = hit.text
-    for start, end in reversed(hit.spans):
-        marked = f"{marked[:start]}{before}{marked[start:end]}{after}{marked[end:]}"
+    """A hit as text, its names marked in colour, or by asterisks; denied ones greyed, or by tildes."""
+    marks = (("\033[1;33m", "\033[0m"), ("\033[2m", "\033[0m")) if colour else (("*", "*"), ("~", "~"))
     named = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in hit.names.items()) or "no name of it"
     head = f"{place:>2}  {hit.score:.3f}  patient {hit.patient}, chunk {hit.chunk_id}: {named}"
-    width = min(100, os.get_terminal_size().columns - 6) if colour else 94
-    return "\n".join([head, *textwrap.wrap(marked, width, initial_indent="    ", subsequent_indent="    ")])
+    width = shutil.get_terminal_size((100, 24)).columns - 6
+    text = textwrap.wrap(marked(hit, *marks), width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([head, *text])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -45,7 +45,7 @@ def test_three_text_files_two_commands_a_ranked_list(folder, model, tmp_path, ca
     search.main(["query", "shortness of breath", "--top", "2", *at])
     first, text = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert first.startswith(" 1  ") and first.endswith("patient ann, chunk ann/1.txt_0: dyspnea, sob")
-    assert text == "    *dyspnea* on exertion, no *sob* at rest."
+    assert text == "    *dyspnea* on exertion, no ~sob~ at rest."
     search.main(["query", "sob", "--json", "--patient", "b.txt", *at])
     (hit,) = json.loads(capsys.readouterr().out)["hits"]
     assert hit["text"] == "ankle sprain." and hit["names"] == {} and hit["patient"] == "b.txt"
