@@ -180,7 +180,7 @@ class RadiologySizes:
     rates: tuple[float, ...] = (2e-5,)  # learning rates tried on dev, collection A's folds
     table1: tuple[TripletConfig, ...] = ()
     table1_iu: tuple[TripletConfig, ...] = ()
-    mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5)
+    mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones
     coded_minimum: int = 10  # reports that carry a coders' heading, for it to be a query

@@ -151,7 +151,7 @@ def _radiology(paper: TripletConfig, mlm: TripletConfig, rates: tuple[float, ...
     return RadiologySizes(best, rates, tuple(rows), (rows[0], rows[1], rows[3]), mlm, **sizes)
 
 
-_MLM = TripletConfig(learning_rate=5e-5, epochs=5)
+_MLM = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)  # as BERT was trained: 0.1
 _OPEN = Profile(
     name="open",
     in_place=True,
