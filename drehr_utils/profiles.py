@@ -63,6 +63,10 @@ class Profile:
     randomizations: int = 10_000
     seed: int = 0
     lora: bool = False  # train low-rank adapters only (DR.EHR-large)
+    instruction: str = ""  # stands before each query, and takes no part in pooling
+    processes: int = 1  # that train one model of DR.EHR, each with batches of its own: use.train, under torchrun
+    gradient_checkpointing: bool = False  # of each layer, for models whose activations don't fit
+    deepspeed: Path | None = None  # a configuration for transformers' Trainer
     save_steps: int = 25
     cliniq: CliniqSizes = CliniqSizes()
     kg: KgSizes = KgSizes()
