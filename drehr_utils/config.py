@@ -33,6 +33,7 @@ class StageConfig:
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
     hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives
     recompute: bool = False  # encode twice instead of keeping activations: any batch in a bucket's memory
+    gather_negatives: bool = False  # of several processes, each contrasts with all's terms; else with its own, as §4.2
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
     alpha: float = ALPHA
     beta: float = BETA
@@ -180,7 +181,7 @@ class RadiologySizes:
     rates: tuple[float, ...] = (2e-5,)  # learning rates tried on dev, collection A's folds
     table1: tuple[TripletConfig, ...] = ()
     table1_iu: tuple[TripletConfig, ...] = ()
-    mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5)
+    mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones
     coded_minimum: int = 10  # reports that carry a coders' heading, for it to be a query

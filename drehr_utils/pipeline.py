@@ -252,12 +252,13 @@ def graph_view(profile: Profile) -> sampling.GraphView:
 
 
 def starting_encoder(profile: Profile) -> SentenceTransformer:
-    return encoders.load_encoder(profile.encoder, profile.pooling)
+    return encoders.load_encoder(profile.encoder, profile.pooling, instruction=profile.instruction)
 
 
 def start_digest(profile: Profile) -> str:
     """Of the starting encoder: a folder's content, a package's version, a hub's name."""
-    return artifacts.digest(encoders.identity(profile.encoder), profile.pooling)
+    instruction = [profile.instruction] if profile.instruction else []
+    return artifacts.digest(encoders.identity(profile.encoder), profile.pooling, *instruction)
 
 
 def reading_names(profile: Profile) -> SentenceTransformer:
@@ -283,20 +284,31 @@ def _train(
     """One trained stage's folder, made when it isn't there: the model, its loss curve in loss.csv, what a trainer.Curve
     among the callbacks measured, and in stage.json what it is made of, where, and the minutes since its last start."""
     work = profile.cache / "checkpoints" / folder.name
+    rank, world = trainer.ranks()
+    if world != profile.processes and not folder.exists():
+        raise DataError(
+            f"profile {profile.name}, field processes: it trains with {profile.processes}, and this is one of {world}; "
+            f"first run torchrun --nproc-per-node {profile.processes} -m drehr_utils.use.train with this profile"
+        )
 
-    def make(partial: Path) -> None:
+    def make(partial: Path | None = None) -> None:
         encoder = encoders.load_encoder(start) if isinstance(start, Path) else start
         if profile.lora:
-            encoders.add_lora(encoder)
+            encoders.add_lora(encoder, config.seed)
         sets = positive_sets()
         view = graph_view(profile) if config.uses_graph else None
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
         data = TrainingSet.build(chunks(profile, stage=stage), sets, config.sources, view, others)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
         begun = time.time()
+        options = {"activation_checkpointing": True} if profile.gradient_checkpointing else {}
+        options |= {"deepspeed": str(profile.deepspeed)} if profile.deepspeed else {}
         loss = trainer.train_stage(
-            encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=callbacks
-        )
+            encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=callbacks,
+            **options,
+        )  # fmt: skip
+        if partial is None:
+            return
         encoders.save_encoder(encoder, partial)
         if (measured := work / trainer.MEASURED).exists():
             shutil.copy(measured, partial)
@@ -306,8 +318,12 @@ def _train(
         made_of["machine"] = f"{platform.machine()}, {encoders.describe_device()}"
         (partial / "stage.json").write_text(json.dumps(made_of | {"config": asdict(config)}, indent=1))
 
-    artifacts.cached_folder(folder, make)
-    artifacts.remove(work)
+    if rank == 0:  # which alone writes
+        artifacts.cached_folder(folder, make)
+        artifacts.remove(work)
+    elif not folder.exists():
+        make()
+    trainer.wait_for_all()
     return folder
 
 
@@ -325,7 +341,9 @@ def train_recipe(
 
     Stages that two recipes share are trained once."""
     models = profile.cache / "models"
-    key = artifacts.digest(train_recipe, start_digest(profile), profile.lora, profile.seed)
+    key = artifacts.digest(
+        train_recipe, start_digest(profile), profile.lora, profile.seed, profile.processes, profile.deepspeed
+    )
     if recipe.read_names:
         key = artifacts.digest(key, "names read", graph_digest(profile))
     folder, curves = None, {}
@@ -378,10 +396,10 @@ def benchmark(profile: Profile, split: str) -> Benchmark:
 
 def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False, bf16: bool = False) -> np.ndarray:
     """The encoder's score matrix, float32 [queries, chunks], cosine similarities; bf16: see encoders.encode."""
-    texts = list(bench.queries.values()), list(bench.corpus.values())
     # Small batches stay in a CPU's cache: a fifth faster there for chunks than the default of 64.
-    batch = {"batch_size": 16} if encoder.device.type == "cpu" else {}
-    return dense_scores(*(encoders.encode(encoder, part, progress=progress, bf16=bf16, **batch) for part in texts))
+    options = {"progress": progress, "bf16": bf16} | ({"batch_size": 16} if encoder.device.type == "cpu" else {})
+    queries = encoders.encode(encoder, list(bench.queries.values()), prompt=encoders.query_prompt(encoder), **options)
+    return dense_scores(queries, encoders.encode(encoder, list(bench.corpus.values()), **options))
 
 
 # --- notebooks 08 to 11 ------------------------------------------------------------------------------------------

@@ -63,6 +63,10 @@ class Profile:
     randomizations: int = 10_000
     seed: int = 0
     lora: bool = False  # train low-rank adapters only (DR.EHR-large)
+    instruction: str = ""  # stands before each query, and takes no part in pooling
+    processes: int = 1  # that train one model of DR.EHR, each with batches of its own: use.train, under torchrun
+    gradient_checkpointing: bool = False  # of each layer, for models whose activations don't fit
+    deepspeed: Path | None = None  # a configuration for transformers' Trainer
     save_steps: int = 25
     cliniq: CliniqSizes = CliniqSizes()
     kg: KgSizes = KgSizes()
@@ -151,7 +155,7 @@ def _radiology(paper: TripletConfig, mlm: TripletConfig, rates: tuple[float, ...
     return RadiologySizes(best, rates, tuple(rows), (rows[0], rows[1], rows[3]), mlm, **sizes)
 
 
-_MLM = TripletConfig(learning_rate=5e-5, epochs=5)
+_MLM = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)  # as BERT was trained: 0.1
 _OPEN = Profile(
     name="open",
     in_place=True,

