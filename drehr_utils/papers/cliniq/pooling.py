@@ -14,6 +14,7 @@ import pandas as pd
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.metrics import Ranking
+from drehr_utils.files import naming
 from drehr_utils.papers.cliniq.judging import Pair
 
 COLUMNS = ["query-id", "corpus-id", "judge_a", "judge_b", "decided"]
@@ -25,7 +26,8 @@ def read_pooled(folder: Path, split: str = "test") -> pd.DataFrame:
     Raises DataError, with file and row, for another header, an unknown match type, and a pair that is there twice."""
     parts = [pd.DataFrame(columns=COLUMNS)]
     for path in sorted((folder / split / "judgments").glob("pooled*.tsv")):
-        part = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False)
+        with naming(path):
+            part = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False)
         if list(part.columns) != COLUMNS:
             raise DataError(f"{path.name}, row 1: not the header {', '.join(COLUMNS)}")
         for name in COLUMNS[2:]:
