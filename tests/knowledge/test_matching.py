@@ -126,7 +126,7 @@ def test_same_matches_as_the_reference_on_all_open_notes():
 LETTERS = st.text(alphabet="ab1 (-é\n", max_size=8)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(LETTERS.map(normalize_term), max_size=12), st.lists(st.text(alphabet="ab1 (-é\n", max_size=40)))
 def test_matching_is_the_plain_longest_match(terms, texts):
     matcher = EntityMatcher(terms)
