@@ -115,7 +115,7 @@ _NOTHING = re.compile(r"[\s\"'`*.•-]*(?:n/?a|none|nil|nothing)[\s\"'`*.]*", re
 
 
 def _answer_lines(answer: str) -> list[str]:
-    answer = _THINKING.sub("", answer)
+    answer = _THINKING.sub("\n", answer)  # not "": what stands before and after it is no word
     return [] if _NOTHING.fullmatch(answer) else [line for line in map(str.strip, answer.splitlines()) if line]
 
 
