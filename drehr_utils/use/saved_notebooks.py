@@ -1,19 +1,28 @@
-"""Keeps protected text out of saved notebooks: a pre-save hook of Jupyter's, offered and never set by itself.
+"""Keeps protected text out of saved and committed notebooks: two hooks, offered and never set by themselves.
 
-In `~/.jupyter/jupyter_server_config.py`:
+Jupyter's, in `~/.jupyter/jupyter_server_config.py`:
 
     c.FileContentsManager.pre_save_hook = "drehr_utils.use.saved_notebooks.strip_protected"
+
+Git's, as `.git/hooks/pre-commit` (executable), refuses what was saved without it:
+
+    #!/bin/sh
+    git diff --cached --name-only -z --diff-filter=d -- '*.ipynb' |
+        xargs -0 -r python -m drehr_utils.use.saved_notebooks
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import naming
 from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
@@ -75,3 +84,23 @@ def _is_foreign(name: str) -> bool:
         return path != Path("/") and path.exists() and not own
     except OSError:  # longer than a path can be
         return False
+
+
+def main(paths: Sequence[str]) -> int:
+    """Names the notebooks among `paths` that are protected and hold outputs; 1 if there is one."""
+    refused = []
+    for path in map(Path, paths):
+        with naming(path):
+            notebook = json.loads(path.read_bytes())
+            if any(cell.get("outputs") for cell in notebook["cells"]) and is_protected(notebook):
+                refused.append(path)
+    for path in refused:
+        print(f"{path}: holds outputs that may be protected text; clear them, or save it under another profile")
+    return bool(refused)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except DataError as error:
+        sys.exit(str(error))

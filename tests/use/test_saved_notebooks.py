@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 
+import nbformat
 import pytest
 from jupyter_server.services.contents.filemanager import AsyncFileContentsManager, FileContentsManager
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
@@ -78,3 +83,28 @@ def test_the_committed_notebooks_keep_theirs():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert not saved_notebooks.is_protected(json.loads(path.read_text())), path.name
     assert {name for name, profile in PROFILES.items() if profile.protected} == {"mimic"}
+
+
+def test_the_git_hook_refuses_what_was_saved_without_jupyters(tmp_path):
+    """As its docstring has it, in a repository of its own."""
+    hook = re.search(r"#!/bin/sh\n.*?\n(?=\"\"\"|$)", saved_notebooks.__doc__, re.DOTALL)[0]
+    hook = "\n".join(line.strip() for line in hook.splitlines()).replace("python -m", f"{sys.executable} -m")
+
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+
+    git("init", "-q")
+    (path := tmp_path / ".git/hooks/pre-commit").write_text(hook + "\n")
+    path.chmod(0o755)
+    nbformat.write(notebook('profile = "open"'), tmp_path / "fine one.ipynb")
+    git("add", "-A")
+    assert git("commit", "-m", "x").returncode == 0
+    nbformat.write(notebook('profile = "mimic"'), tmp_path / "mine.ipynb")
+    git("add", "-A")
+    done = git("commit", "-m", "y")
+    assert done.returncode != 0 and "mine.ipynb: holds outputs" in done.stdout + done.stderr
+    assert WORD not in done.stdout + done.stderr
+    (tmp_path / "mine.ipynb").write_text("{")
+    assert "mine.ipynb, row 1" in git("commit", "-m", "y").stderr
