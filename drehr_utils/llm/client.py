@@ -15,7 +15,7 @@ from tqdm import tqdm
 from drehr_utils.errors import DataError
 from drehr_utils.llm.answers import Answers, AnswerStore
 from drehr_utils.llm.prompts import Request
-from drehr_utils.llm.servers import Server, kind_of
+from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
 LONGEST_PAUSE = 60  # seconds that openai waits between two attempts, where a server asks for it
@@ -81,12 +81,6 @@ def _refuse_if_any(missing: Iterator[tuple[Request, str]], answers: Answers) -> 
         )
 
 
-# What openai raises, and what its reading of JSON of any shape and depth may.
-_ANSWER_ERRORS = (
-    openai.OpenAIError, ValueError, TypeError, AttributeError, LookupError, RecursionError, TimeoutError,
-)  # fmt: skip
-
-
 def _is_servers_fault(error: Exception) -> bool:
     return isinstance(error, openai.APIConnectionError | TimeoutError) or (
         isinstance(error, openai.APIStatusError) and error.status_code not in (400, 413, 422)
@@ -118,7 +112,7 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
                         temperature=server.temperature, max_tokens=server.max_tokens, seed=server.seed,
                     )  # fmt: skip
                 answer = _read_completion(response)
-            except _ANSWER_ERRORS as error:
+            except ANSWER_ERRORS as error:
                 fail(kind_of(error))
                 in_a_row = in_a_row + 1 if _is_servers_fault(error) else 0
                 if in_a_row >= GIVE_UP_AFTER:
@@ -141,7 +135,7 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
                 await client.with_options(max_retries=1).models.list()
         except (openai.APIConnectionError, TimeoutError) as error:
             raise gone(kind_of(error)) from None
-        except _ANSWER_ERRORS:
+        except ANSWER_ERRORS:
             pass  # it answers; not every server lists its models
         try:
             async with anyio.create_task_group() as workers:

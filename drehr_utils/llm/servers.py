@@ -23,6 +23,10 @@ from drehr_utils.errors import DataError
 MOST_BYTES = 1 << 25  # of a response; an answer has thousands, a batch of embeddings a few million
 ALLOW_REMOTE = "yes-send-patient-text-off-this-machine"
 
+# What openai raises, and what its reading of JSON of any shape and depth may.
+ANSWER_ERRORS = (
+    openai.OpenAIError, ValueError, TypeError, AttributeError, LookupError, RecursionError, TimeoutError,
+)  # fmt: skip
 # One pattern for all of the address, so that no two URL parsers can disagree about which host it names.
 _BASE_URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?(?:/[\w./~-]*)?", re.ASCII)
 _PRIVATE = [
