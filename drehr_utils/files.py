@@ -6,17 +6,21 @@ import csv
 import gzip
 import json
 import os
+import re
 import sqlite3
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from drehr_utils.errors import DataError
 
 _STRINGS = ("_id", "id", "text", "type", "note_id", "entity", "aspect_heading", "task", "text_sha256", "answer")
-csv.field_size_limit(2**31 - 1)  # a note may be longer than the csv module's default of 131,072 characters
+MAX_FIELD = 1 << 24  # characters; what is longer is no note, but all that follows a quote that nothing closes
+csv.field_size_limit(MAX_FIELD)
 
 
 def project_root() -> Path:
@@ -46,7 +50,30 @@ def open_file(path: Path, mode: str = "rb", hint: str = HINT, **options: str) ->
     found = next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
     if found is None:
         raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
-    return (gzip.open if found.suffix == ".gz" else open)(found, mode, **options)
+    with naming(found, hint):
+        return (gzip.open if found.suffix == ".gz" else open)(found, mode, **options)
+
+
+@contextmanager
+def naming(path: Path, hint: str = HINT) -> Iterator[None]:
+    """What the block's libraries raise at a file that can't be read is a DataError: its name, and no word of it."""
+    where = short_name(path)
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{where}: no such file; {hint}") from None
+    except UnicodeError:
+        raise DataError(f"{where}: not UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}, row {error.lineno}, column {error.colno}: not JSON ({error.msg}); {hint}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise DataError(f"{where}: broken gzip; copy or fetch the file again") from None
+    except OSError as error:
+        raise DataError(f"{where}: {error.strerror or type(error).__name__}; {hint}") from None
+    except (ValueError, TypeError, LookupError, RecursionError, csv.Error) as error:
+        raise DataError(f"{where}: not what it should hold ({type(error).__name__}); {hint}") from None
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -60,15 +87,22 @@ def _fault(message: str, skip: Skip | None) -> None:
     skip(message)
 
 
-def read_text_lines(path: Path, hint: str = HINT, skip: Skip | None = None) -> Iterator[tuple[int, str]]:
+def read_text_lines(
+    path: Path, hint: str = HINT, skip: Skip | None = None, most: int | None = None
+) -> Iterator[tuple[int, str]]:
     """Row number and text of each line of a file, or of its .gz where only that is there (see open_file).
 
-    Raises DataError, or tells `skip`, where a line isn't UTF-8 or the gzip is broken."""
-    row = 0
+    Raises DataError, or tells `skip`, where a line isn't UTF-8, is longer than `most` bytes, or the gzip is broken."""
+    row, most = 0, MAX_FIELD if most is None else most
     with open_file(path, hint=hint) as file:
-        where = short_name(Path(file.name))
+        where, read = short_name(Path(file.name)), partial(file.readline, most)
         try:
-            for row, line in enumerate(file, 1):
+            for row, line in enumerate(iter(read, b""), 1):
+                if len(line) == most > 0 and not line.endswith(b"\n") and (rest := read()):
+                    _fault(f"{where}, row {row}: longer than {most} bytes; is a line break missing?", skip)
+                    while rest and not rest.endswith(b"\n"):
+                        rest = read()
+                    continue
                 try:
                     text = line.decode("utf-8-sig" if row == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError:
@@ -100,7 +134,7 @@ def read_json_lines(
 def _record(line: str, fields: tuple[str, ...], optional: tuple[str, ...]) -> dict:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of ValueErrors, a whole number of thousands of digits is another
         at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(f"{at}: not JSON; write one object a line") from None
     if not isinstance(record, dict):
@@ -113,6 +147,9 @@ def _record(line: str, fields: tuple[str, ...], optional: tuple[str, ...]) -> di
     for field in optional:
         if not isinstance(record.get(field), str | None):
             raise DataError(f", field {field}: not a string; quote it")
+    for field in (*fields, *optional):
+        if isinstance(text := record.get(field), str) and not is_utf8(text):
+            raise DataError(f", field {field}: half of a surrogate pair, which is no character; take it out")
     return record
 
 
@@ -130,13 +167,15 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
     path, columns, row = Path(path), tuple(columns), 1
     where = short_name(path)
     # surrogateescape keeps bytes that are not UTF-8 visible, so that the row that holds them can be named.
-    with open_file(path, "rt", encoding="utf-8", errors="surrogateescape", newline="") as handle:
+    with open_file(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as handle:
         try:
             reader = csv.reader(handle)
             header = [name.strip().lower() for name in next(reader, [])]
             if missing := ", ".join(name for name in columns if name not in header):
-                shown = ", ".join(header[:20])
-                raise DataError(f"{where}, row 1: column {missing} is missing; the header: {shown}")
+                # A table without a header begins with a note.
+                shown = all(re.fullmatch(r"[a-z][a-z0-9_ -]{0,40}", name) for name in header)
+                said = f"the header: {', '.join(header[:20])}" if shown and header else "no header is there"
+                raise DataError(f"{where}, row 1: column {missing} is missing; {said}")
             at = {name: header.index(name) for name in (*columns, *(o for o in optional if o in header))}
             for row, values in enumerate(reader, start=2):
                 if short := [name for name, i in at.items() if values and i >= len(values)]:

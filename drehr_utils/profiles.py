@@ -31,7 +31,7 @@ from drehr_utils.config import (
     TripletConfig,
 )
 from drehr_utils.errors import DataError
-from drehr_utils.files import project_root
+from drehr_utils.files import naming, project_root
 
 ROOT = project_root()
 
@@ -336,14 +336,16 @@ def load_profile(name: str | Path | None = None) -> Profile:
 
 
 def _from_toml(path: Path) -> Profile:
+    if not path.is_file():
+        raise DataError(f"{path.name}: no such profile file in {path.parent.name or 'this folder'}/")
+    with naming(path):
+        text = path.read_bytes().decode("utf-8-sig")
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path.name}: no such profile file in {path.parent.name or 'this folder'}/") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        given = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DataError(f"{path.name}: not TOML ({error})") from None
     base = given.pop("base", "open")
-    if base not in PROFILES:
+    if not isinstance(base, str) or base not in PROFILES:
         raise DataError(f"{path.name}, field base: {base!r} is none of {', '.join(PROFILES)}")
     own = {"name": path.stem, "protected": PROFILES[base].protected or "notes" in given, "in_place": False} | given
     if own["name"] in PROFILES or not re.fullmatch(r"[\w.-]+", str(own["name"])) or own["in_place"]:
@@ -380,7 +382,8 @@ def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str
         if isinstance(value, list):
             parts = get_args(kind)
             types = [parts[0]] * len(value) if parts[-1] is ... else parts
-            return tuple(_typed(v, t, None, place, folder, where, at) for v, t in zip(value, types, strict=False))
+            if len(value) == len(types):
+                return tuple(_typed(v, t, None, place, folder, where, at) for v, t in zip(value, types, strict=True))
     elif kind is Path:
         if isinstance(value, str):
             return folder / Path(value).expanduser()

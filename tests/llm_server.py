@@ -9,16 +9,22 @@ from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
 
+Reply = str | int | Callable[[BaseHTTPRequestHandler], None]
+
 
 class ChatServer(ThreadingHTTPServer):
-    """`reply(prompt, body)` gives the answer's text, or a whole number: an HTTP status."""
+    """`reply(prompt, body)` gives the answer's text, a whole number (an HTTP status), or a function that gets the
+    handler and sends what it likes."""
 
     daemon_threads = True
 
-    def __init__(self, reply: Callable[[str, dict], str | int]):
+    def __init__(self, reply: Callable[[str, dict], Reply]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.reply, self.bodies, self.lock = reply, [], threading.Lock()
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    def handle_error(self, request, client_address) -> None:
+        pass  # a client that has gone
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,6 +42,10 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.bodies.append(body)
         text = self.server.reply(body["messages"][0]["content"], body)
+        if callable(text):
+            self.close_connection = True
+            text(self)
+            return
         if isinstance(text, int):
             self._send(text, {"error": {"message": "no"}})
             return
@@ -75,5 +85,5 @@ def running(server: Server) -> Iterator[Server]:
         thread.join()
 
 
-def chat_server(reply: Callable[[str, dict], str | int]) -> AbstractContextManager[ChatServer]:
+def chat_server(reply: Callable[[str, dict], Reply]) -> AbstractContextManager[ChatServer]:
     return running(ChatServer(reply))

@@ -147,7 +147,8 @@ def _read_patients(path: Path, benchmark: Benchmark) -> None:
             f"field note_id: {note_id!r} is there twice; keep one": note_id in known,
             f"field note_id: no chunk of {note_id!r} in corpus.jsonl": not chunks,
             cut: n != len(chunks),
-            "field queries: not a list of query ids": not isinstance(own, list),
+            "field queries: not a list of query ids": not isinstance(own, list)
+            or not all(isinstance(query_id, str) for query_id in own),
         }
         refuse(where, row, wrong)
         for at, query_id in enumerate(own):
@@ -155,6 +156,8 @@ def _read_patients(path: Path, benchmark: Benchmark) -> None:
             refuse(where, row, wrong | {f"field queries: {query_id!r} is there twice; keep one": query_id in own[:at]})
         known.add(note_id)
         benchmark.patients.append(Patient(str(record["hadm_id"]), note_id, chunks, own))
+    if not known:
+        raise DataError(f"{short_name(path)}: no patient in it; each searched note needs a line")
 
 
 def _read_qrels(path: Path, benchmark: Benchmark) -> None:

@@ -6,25 +6,37 @@ DataError, naming the file and where in it, for a file that isn't what its name 
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import tarfile
 import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
 from drehr_utils.errors import DataError
+from drehr_utils.files import is_utf8, iter_rows, naming
 
+_AGAIN = "delete it and run this again"
 IU_COLUMNS = ("uid", "MeSH", "Problems", "image", "indication", "comparison", "findings", "impression")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """`naming` of an archive."""
+    try:
+        with naming(path, _AGAIN):
+            yield
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path.name}: not an archive ({error}); {_AGAIN}") from None
 
 
 def _xml_members(path: Path) -> Iterator[tuple[str, bytes]]:
     """Name and content of the XML files in a zip or tar archive."""
-    try:
+    with _reading(path):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 yield from ((name, archive.read(name)) for name in archive.namelist() if name.endswith(".xml"))
@@ -32,8 +44,6 @@ def _xml_members(path: Path) -> Iterator[tuple[str, bytes]]:
             with tarfile.open(path) as archive:
                 members = (m for m in archive if m.isfile() and m.name.endswith(".xml"))
                 yield from ((m.name, archive.extractfile(m).read()) for m in members)
-    except (tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path.name}: not an archive ({error}); delete it and run this again") from None
 
 
 def _parse(name: str, content: bytes) -> ET.Element:
@@ -116,7 +126,7 @@ def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
     outputs = {}
     for path in downloads.values():
         name = path.with_suffix(".txt").name
-        with zipfile.ZipFile(path) as archive:
+        with _reading(path), zipfile.ZipFile(path) as archive:
             member = next((m for m in archive.namelist() if Path(m).name == name), None)
             if member is None:
                 raise DataError(f"{path.name}: {name} isn't in it; delete it and run this again")
@@ -126,12 +136,10 @@ def convert_ncbi(downloads: dict[str, Path]) -> dict[str, bytes]:
 
 def _table(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """The columns of a CSV file whose cells hold lines, their ends as one character."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        if missing := set(columns) - set(reader.fieldnames or ()):
-            raise DataError(f"{path.name}, row 1, field {min(missing)}: missing; delete the file and run this again")
-        for row in reader:
-            yield tuple(row[column].replace("\r\n", "\n") for column in columns)
+    for row, cells in iter_rows(path, [column.lower() for column in columns]):
+        if not all(map(is_utf8, cells.values())):
+            raise DataError(f"{path.name}, row {row}: bytes that are not UTF-8; delete the file and run this again")
+        yield tuple(cell.replace("\r\n", "\n") for cell in cells.values())
 
 
 def _csv(rows: Sequence[tuple[str, ...]], columns: tuple[str, ...]) -> bytes:

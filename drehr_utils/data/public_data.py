@@ -38,7 +38,7 @@ from drehr_utils.data.public_conversions import (
     convert_ncbi,
 )
 from drehr_utils.errors import DataError
-from drehr_utils.files import write_atomically
+from drehr_utils.files import naming, write_atomically
 from drehr_utils.profiles import ROOT
 
 DATA_VARIABLE = "DREHR_PUBLIC_DATA"
@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = SOURCES[name]
         print(f"{name}: {source.title}\n  licence: {source.licence}\n  cite: {source.citation}")
         try:
-            states = verify(args.folder, source.outputs) if args.check else fetch(source, args.folder, args.mirror)
+            with naming(args.folder, "give another one as --folder"):
+                states = verify(args.folder, source.outputs) if args.check else fetch(source, args.folder, args.mirror)
         except DataError as error:
             print(f"  failed: {error}", file=sys.stderr)
             failed = True

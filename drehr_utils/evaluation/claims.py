@@ -17,6 +17,7 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import bootstrap_interval
+from drehr_utils.files import naming
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -103,7 +104,8 @@ def at_length(found: Judged, steps: int, enough: int) -> Judged:
 
 def ledger() -> pd.DataFrame:
     """The papers' claims, by id."""
-    return pd.read_csv(LEDGER, index_col="id", keep_default_na=False)
+    with naming(LEDGER):
+        return pd.read_csv(LEDGER, index_col="id", keep_default_na=False)
 
 
 def table(

@@ -15,6 +15,8 @@ from drehr_utils import files
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.training.encoders import describe_device
 
+REMAKE = "restore it, or remake it by its command"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -29,7 +31,8 @@ class Record:
 
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)
-        return pd.read_csv(path) if path.exists() else pd.DataFrame()
+        with files.naming(path, REMAKE):
+            return pd.read_csv(path) if path.exists() else pd.DataFrame()
 
     def add(
         self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False

@@ -20,6 +20,7 @@ import pandas as pd
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.claims import SIGNIFICANT
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS
+from drehr_utils.files import naming
 from drehr_utils.profiles import ROOT
 
 PAPERS = ROOT / "data/papers.csv"
@@ -48,7 +49,8 @@ def paper_figures(paper: str, table: int | str, path: Path = PAPERS) -> pd.DataF
     """The published figures of a paper's table: `system, setting, group, metric, value` as in data/papers.csv.
 
     Papers: `drehr`, `cliniq`, `kg`, `capr`, `radiology`. Raises DataError for a malformed file or a missing table."""
-    text = pd.read_csv(path, dtype=str, keep_default_na=False)
+    with naming(path):
+        text = pd.read_csv(path, dtype=str, keep_default_na=False)
     if list(text.columns) != PAPER_COLUMNS:
         raise DataError(f"{path.name}, row 1: not the header {', '.join(PAPER_COLUMNS)}; restore it")
     values = pd.to_numeric(text["value"], errors="coerce")
@@ -121,7 +123,8 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
         raise DataError(f"{path.name}: no such table; run the notebook that makes it")
     numbers = [column for column in [*RESULT_COLUMNS, "budget", "as_of"] if column not in KEYS]
     blank = dict.fromkeys(numbers, [""])  # only numbers may be missing: a blank setting is a setting
-    table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False, na_values=blank)
+    with naming(path, "run the notebook that makes it again"):
+        table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False, na_values=blank)
     if missing := [column for column in RESULT_COLUMNS if column not in table]:
         raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; run the notebook that makes it again")
     return table

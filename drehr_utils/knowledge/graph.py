@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from drehr_utils.errors import DataError
-from drehr_utils.files import read_text_lines
+from drehr_utils.files import naming, read_text_lines
 
 OPTIONAL_FILES = ("abbreviations", "types", "sources")  # ours: BIOS has no such files
 JSON_FILES = {"term2CUI": "term2cui", "CUI2term": "cui2terms", "CUI2pt": "cui2pt"}  # and KnowledgeGraph's fields
@@ -116,11 +116,9 @@ def save_bios(kg: KnowledgeGraph, folder: Path) -> None:
 
 
 def _read_json(folder: Path, name: str, check: Callable[[object], bool], expected: str) -> dict:
-    try:
-        value = json.loads("\n".join(line for _, line in read_text_lines(folder / f"{name}.json", BIOS_HINT)))
-    except json.JSONDecodeError as error:
-        where = f"{name}.json, row {error.lineno}, column {error.colno}"
-        raise DataError(f"{where}: not JSON ({error.msg}). Fetch or build the file again.") from None
+    path = folder / f"{name}.json"
+    with naming(path, "fetch or build the file again"):  # all of it may be one line
+        value = json.loads("\n".join(line for _, line in read_text_lines(path, BIOS_HINT, most=-1)))
     if not isinstance(value, dict):
         raise DataError(f"{name}.json: one JSON object expected, not {type(value).__name__}. {BIOS_HINT}.")
     for key, item in value.items():

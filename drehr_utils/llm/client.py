@@ -15,9 +15,11 @@ from tqdm import tqdm
 from drehr_utils.errors import DataError
 from drehr_utils.llm.answers import Answers, AnswerStore
 from drehr_utils.llm.prompts import Request
-from drehr_utils.llm.servers import Server, kind_of
+from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
+LONGEST_PAUSE = 60  # seconds that openai waits between two attempts, where a server asks for it
+LONGEST_TOKEN = 100  # characters; an answer of more than that for each token it may have is not a model's
 
 
 def answer_all(
@@ -80,13 +82,13 @@ def _refuse_if_any(missing: Iterator[tuple[Request, str]], answers: Answers) -> 
 
 
 def _is_servers_fault(error: Exception) -> bool:
-    return isinstance(error, openai.APIConnectionError) or (
+    return isinstance(error, openai.APIConnectionError | TimeoutError) or (
         isinstance(error, openai.APIStatusError) and error.status_code not in (400, 413, 422)
     )
 
 
 async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answers: Answers, bar: tqdm) -> None:
-    in_a_row = 0
+    in_a_row, patience = 0, server.timeout_s + LONGEST_PAUSE
 
     def gone(kind: str) -> DataError:
         path = answers.store.path
@@ -104,12 +106,13 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
         nonlocal in_a_row
         for request, _ in requests:  # one iterator, shared by all workers: nothing is queued ahead
             try:
-                response = await client.chat.completions.create(
-                    model=server.model, messages=[{"role": "user", "content": request.prompt()}],
-                    temperature=server.temperature, max_tokens=server.max_tokens, seed=server.seed,
-                )  # fmt: skip
+                with anyio.fail_after(patience * (server.max_retries + 1)):
+                    response = await client.chat.completions.create(
+                        model=server.model, messages=[{"role": "user", "content": request.prompt()}],
+                        temperature=server.temperature, max_tokens=server.max_tokens, seed=server.seed,
+                    )  # fmt: skip
                 answer = _read_completion(response)
-            except (openai.OpenAIError, ValueError) as error:
+            except ANSWER_ERRORS as error:
                 fail(kind_of(error))
                 in_a_row = in_a_row + 1 if _is_servers_fault(error) else 0
                 if in_a_row >= GIVE_UP_AFTER:
@@ -118,18 +121,21 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
                 in_a_row = 0
                 answers.prompt_tokens += answer["prompt_tokens"] or 0
                 answers.completion_tokens += answer["completion_tokens"] or 0
-                if answer["answer"].strip():
-                    answers.keep(request, answer | {"model": server.model})
-                else:
+                if not answer["answer"].strip():
                     fail("empty answer")
+                elif len(answer["answer"]) > LONGEST_TOKEN * server.max_tokens:
+                    fail("endless answer")
+                else:
+                    answers.keep(request, answer | {"model": server.model})
             bar.update()
 
     async with server.client(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient) as client:
         try:  # a question without a note: says in a second what the first requests' retries would say in a minute
-            await client.with_options(max_retries=1).models.list()
-        except openai.APIConnectionError as error:
+            with anyio.fail_after(2 * patience):
+                await client.with_options(max_retries=1).models.list()
+        except (openai.APIConnectionError, TimeoutError) as error:
             raise gone(kind_of(error)) from None
-        except (openai.OpenAIError, ValueError):
+        except ANSWER_ERRORS:
             pass  # it answers; not every server lists its models
         try:
             async with anyio.create_task_group() as workers:
@@ -156,4 +162,5 @@ def _read_completion(response: object) -> dict[str, str | int | None]:
         raise ValueError("not a chat completion")
     answer = {"answer": typed(message, "content", str) or "", "finish_reason": typed(choices[0], "finish_reason", str)}
     usage = typed(response, "usage", object)
-    return answer | {name: typed(usage, name, int) for name in ("prompt_tokens", "completion_tokens")}
+    counts = {name: typed(usage, name, int) for name in ("prompt_tokens", "completion_tokens")}
+    return answer | {name: n if n is not None and 0 <= n < 2**31 else None for name, n in counts.items()}

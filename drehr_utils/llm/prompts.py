@@ -115,7 +115,7 @@ _NOTHING = re.compile(r"[\s\"'`*.•-]*(?:n/?a|none|nil|nothing)[\s\"'`*.]*", re
 
 
 def _answer_lines(answer: str) -> list[str]:
-    answer = _THINKING.sub("", answer)
+    answer = _THINKING.sub("\n", answer)  # not "": what stands before and after it is no word
     return [] if _NOTHING.fullmatch(answer) else [line for line in map(str.strip, answer.splitlines()) if line]
 
 
@@ -166,7 +166,9 @@ _REFUSAL = re.compile(
     r"(?:n/?a|none|nil|nothing|unknown|not applicable)\Z|(?:there (?:is|are|was|were) )?(?:none|no|not|nothing)\b.*"
     r"\b(?:mention|identif|found|document|report|list|specif|present|provid|inferred|applicable)"
 )
-MAX_ENTITY_WORDS = 16
+MAX_ENTITY_WORDS, MAX_ENTITY_CHARACTERS = 16, 120
+# Letters and digits of any script and the signs that names have: no markup, address, template or control character.
+_NO_NAME = re.compile(r"[^\w '’.,:;()/%&+*\[\]–-]|_|//")
 
 
 def _without_reason(term: str) -> str:
@@ -185,8 +187,9 @@ def parse_entities(answer: str) -> tuple[list[str], int]:
     """Entities in order, lower-case, each once; and the number of lines that were not used.
 
     The format is Figure 3's, `- Entity`; `*`, `•` and `1.` are read as well. Not used, and counted: a line that is no
-    list item, a heading, an item that says there is none, is empty, or has more than 16 words (a sentence). An answer
-    that is "NA" or "none" as a whole has no entities and no malformed line."""
+    list item, a heading, an item that says there is none, has no letter, more than 16 words (a sentence) or 120
+    characters, or a character that no name has. An answer that is "NA" or "none" as a whole has no entities and no
+    malformed line."""
     entities: dict[str, None] = {}
     malformed = 0
     for line in _answer_lines(answer):
@@ -195,7 +198,8 @@ def parse_entities(answer: str) -> tuple[list[str], int]:
             malformed += 1
             continue
         term = _term(_without_reason(_term(item[1])))
-        if not any(map(str.isalnum, term)) or len(term.split()) > MAX_ENTITY_WORDS or _REFUSAL.match(term):
+        too_long = len(term.split()) > MAX_ENTITY_WORDS or len(term) > MAX_ENTITY_CHARACTERS
+        if too_long or not any(map(str.isalpha, term)) or _NO_NAME.search(term) or _REFUSAL.match(term):
             malformed += 1
         else:
             entities[term] = None

@@ -1,4 +1,8 @@
-"""Which servers text may be sent to: this machine's and its private network's, others only in so many words."""
+"""Which servers text may be sent to: this machine's and its private network's, others only in so many words.
+
+PhysioNet's rule of 24 September 2025 on language models asks for zero data retention, and recommends local models, for
+its credentialed data. An address that is allowed in so many words is the user's to answer for: nothing here can tell
+whether a host keeps what it is sent. What comes back is not trusted either: it is bounded in size and time."""
 
 from __future__ import annotations
 
@@ -6,15 +10,23 @@ import ipaddress
 import logging
 import os
 import re
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx2
 import openai
 
 from drehr_utils.errors import DataError
 
+MOST_BYTES = 1 << 25  # of a response; an answer has thousands, a batch of embeddings a few million
 ALLOW_REMOTE = "yes-send-patient-text-off-this-machine"
 
+# What openai raises, and what its reading of JSON of any shape and depth may.
+ANSWER_ERRORS = (
+    openai.OpenAIError, ValueError, TypeError, AttributeError, LookupError, RecursionError, TimeoutError,
+)  # fmt: skip
 # One pattern for all of the address, so that no two URL parsers can disagree about which host it names.
 _BASE_URL = re.compile(r"https?://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?(?:/[\w./~-]*)?", re.ASCII)
 _PRIVATE = [
@@ -35,7 +47,7 @@ def _is_private(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible server; `timeout_s` in seconds, `max_tokens` of an answer.
+    """An OpenAI-compatible server; `timeout_s` is of a pause and of a whole response, `max_tokens` of an answer.
 
     Raises DataError for an address outside this machine and its private network unless `allow_remote`: notes under a
     data use agreement must not leave by accident. Proxies and redirects are off for the same reason."""
@@ -65,14 +77,53 @@ class Server:
             raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")
 
     def client(self, kind: type = openai.OpenAI, http: type = openai.DefaultHttpxClient) -> Any:
-        """openai's client of this server, or its `kind` for asyncio; it logs no text."""
+        """openai's client of this server, or its `kind` for asyncio; it logs no text, and reads no endless response."""
+
+        def bound(response: httpx2.Response) -> None:
+            if response.headers.get("content-encoding", "identity") != "identity":  # a little may unpack to a lot
+                raise ValueError("a packed response")
+            response.stream = _Bounded(response.stream, time.monotonic() + self.timeout_s)
+
+        async def bound_async(response: httpx2.Response) -> None:
+            bound(response)
+
         logging.getLogger("openai._base_client").addFilter(_no_bodies)
         timeout = openai.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
         direct = {} if self.allow_remote else {"trust_env": False}  # a proxy may be anywhere
         return kind(
             base_url=self.base_url, api_key=self.api_key, max_retries=self.max_retries, timeout=timeout,
-            http_client=http(follow_redirects=False, timeout=timeout, **direct),
+            default_headers={"Accept-Encoding": "identity"},
+            http_client=http(
+                follow_redirects=False, timeout=timeout, **direct,
+                event_hooks={"response": [bound_async if issubclass(http, httpx2.AsyncClient) else bound]},
+            ),
         )  # fmt: skip
+
+
+class _Bounded(httpx2.SyncByteStream, httpx2.AsyncByteStream):
+    """A response's body, read up to MOST_BYTES and up to a point in time: a server that drips never times out."""
+
+    def __init__(self, stream: Any, until: float):
+        self.stream, self.until, self.left = stream, until, MOST_BYTES
+
+    def _checked(self, part: bytes) -> bytes:
+        self.left -= len(part)
+        if self.left < 0 or time.monotonic() > self.until:
+            raise ValueError("an endless response")
+        return part
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(self._checked, self.stream)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self.stream:
+            yield self._checked(part)
+
+    def close(self) -> None:
+        self.stream.close()
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
 
 
 def _no_bodies(record: logging.LogRecord) -> bool:

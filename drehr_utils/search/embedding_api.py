@@ -112,7 +112,7 @@ def _ask(client: openai.OpenAI, server: Server, texts: list[str], n_kept: int) -
         answer = client.embeddings.create(model=server.model, input=texts)
         rows = sorted(answer.data, key=lambda row: row.index)
         vectors = np.array([row.embedding for row in rows], dtype=np.float32)
-    except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
+    except servers.ANSWER_ERRORS as error:
         raise DataError(
             f"embeddings: {server.model} at {server.base_url} failed ({servers.kind_of(error)}); {n_kept} vectors are "
             f"kept. Check the server, the model's name, OPENAI_API_KEY and {BASE_URL}, then run again"

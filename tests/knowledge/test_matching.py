@@ -1,11 +1,14 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference_matching import build_trie, find
 
 from drehr_utils import pipeline
 from drehr_utils.data.notes import SPLITS, clean
 from drehr_utils.knowledge import matching
+from drehr_utils.knowledge.graph import normalize_term
 from drehr_utils.knowledge.matching import EntityMatcher, Match
 from drehr_utils.profiles import load_profile
 
@@ -118,3 +121,16 @@ def test_same_matches_as_the_reference_on_all_open_notes():
         assert sum(map(len, expected)) > least
         assert [[tuple(m) for m in found] for found in matcher.find_all(texts)] == expected
         assert [[tuple(m) for m in matcher.find(text)] for text in texts] == expected
+
+
+LETTERS = st.text(alphabet="ab1 (-é\n", max_size=8)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(LETTERS.map(normalize_term), max_size=12), st.lists(st.text(alphabet="ab1 (-é\n", max_size=40)))
+def test_matching_is_the_plain_longest_match(terms, texts):
+    matcher = EntityMatcher(terms)
+    root = build_trie({term for term in terms if term.strip()})
+    expected = [find(root, text) for text in texts]
+    assert [list(map(tuple, found)) for found in matcher.find_all(texts)] == expected
+    assert [list(map(tuple, matcher.find(text))) for text in texts] == expected

@@ -20,7 +20,7 @@ import pandas as pd
 from drehr_utils.data.benchmark import refuse
 from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8
+from drehr_utils.files import is_utf8, naming
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
@@ -106,10 +106,13 @@ def _table(folder: Path, name: str) -> Path:
 
 def _codes(path: Path, column: str) -> Iterable[tuple[int, str, Code]]:
     """(row, the column's value, code) of a table that holds codes, with MIMIC-IV's or MIMIC-III's names for them."""
-    mimic3 = "icd9_code" in pd.read_csv(path, nrows=0, dtype=str).columns.str.strip().str.lower()
+    with naming(path):
+        mimic3 = "icd9_code" in pd.read_csv(path, nrows=0, dtype=str).columns.str.strip().str.lower()
     for row, values in iter_rows(path, (column, "icd9_code") if mimic3 else (column, "icd_code", "icd_version")):
         version = "9" if mimic3 else values["icd_version"].strip()
-        refuse(path.name, row, {f"field icd_version: {version!r} is neither 9 nor 10": version not in ("9", "10")})
+        wrong = {f"field {name}: bytes that are not UTF-8": not is_utf8(value) for name, value in values.items()}
+        wrong[f"field icd_version: {version!r} is neither 9 nor 10"] = version not in ("9", "10")
+        refuse(path.name, row, wrong)
         code = values["icd9_code" if mimic3 else "icd_code"].strip().replace(".", "").upper()
         yield row, values[column].strip(), Code(code, version)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, refuse, tab_rows
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.metrics import Ranking
 from drehr_utils.papers.cliniq.judging import Pair
@@ -23,17 +23,15 @@ def read_pooled(folder: Path, split: str = "test") -> pd.DataFrame:
     """The pooled judgments (COLUMNS) of a benchmark's folder; empty where it has none.
 
     Raises DataError, with file and row, for another header, an unknown match type, and a pair that is there twice."""
-    parts = [pd.DataFrame(columns=COLUMNS)]
+    rows, kinds = [], ("", *MATCH_TYPES)
     for path in sorted((folder / split / "judgments").glob("pooled*.tsv")):
-        part = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False)
-        if list(part.columns) != COLUMNS:
-            raise DataError(f"{path.name}, row 1: not the header {', '.join(COLUMNS)}")
-        for name in COLUMNS[2:]:
-            if (wrong := ~part[name].isin(["", *MATCH_TYPES])).any():
-                row = wrong.idxmax()
-                raise DataError(f"{path.name}, row {row + 2}, field {name}: {part[name][row]!r} is no match type")
-        parts.append(part)
-    pooled = pd.concat(parts, ignore_index=True)
+        for row, where, cells in tab_rows(path, tuple(COLUMNS)):
+            judged = {name: cells[name] for name in COLUMNS[2:]}
+            refuse(
+                where, row, {f"field {n}: {kind!r} is no match type": kind not in kinds for n, kind in judged.items()}
+            )
+            rows.append(cells)
+    pooled = pd.DataFrame(rows, columns=COLUMNS, dtype=str)
     if (twice := pooled.duplicated(COLUMNS[:2])).any():
         raise DataError(f"pooled judgments: {tuple(pooled.loc[twice.idxmax(), COLUMNS[:2]])} is there twice; keep one")
     return pooled

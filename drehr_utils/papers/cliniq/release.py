@@ -33,7 +33,7 @@ from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Pati
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import is_utf8, read_json_lines, read_text_lines
+from drehr_utils.files import is_utf8, naming, read_json_lines, read_text_lines
 from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows
@@ -198,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         release = read_release(given.release)
         notes = read_first_summaries(given.mimic, release.hadm_ids)
         benchmark = join_release(release, notes, given.as_evaluated)
-        save_benchmark(benchmark, given.out, "test", origins(release))
+        with naming(given.out, "give another folder as --out"):
+            save_benchmark(benchmark, given.out, "test", origins(release))
     except DataError as error:
         print(error)
         return 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gzip
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +31,9 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import claims, medquad, metrics
+from drehr_utils.evaluation.records import REMAKE
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile, load_profile
@@ -200,7 +201,7 @@ def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> N
     long = pd.concat(found, names=["split", None]).reset_index("split")
     column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
     path = folder(profile) / "scores.csv.gz"
-    table = pd.read_csv(path, index_col=KEYS).drop(columns=name, errors="ignore") if path.exists() else None
+    table = _scores(path).drop(columns=name, errors="ignore") if path.exists() else None
     files.write_atomically(path, pd.concat([table, column], axis=1).to_csv().encode())
 
 
@@ -253,7 +254,18 @@ def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
 
 def abouts(profile: Profile) -> list[dict]:
     """What the records that the profile shows say of themselves."""
-    return [json.loads(path.read_text()) for path in sorted(folder(profile).glob("*.json"))]
+    found = []
+    for path in sorted(folder(profile).glob("*.json")):
+        with files.naming(path, REMAKE):
+            found.append(json.loads(path.read_bytes()))
+            for field in ("row", "seed", "chunks", "recipe", "data", "first losses"):
+                found[-1][field]
+    return found
+
+
+def _scores(path: Path) -> pd.DataFrame:
+    with files.naming(path, REMAKE):
+        return pd.read_csv(path, index_col=KEYS)
 
 
 def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame | None:
@@ -262,7 +274,11 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
     if not seeds:
         return None
     kinds, keys = pipeline.benchmark(profile, split).query_types, [key for key in KEYS[1:] if key != "metric"]
-    table = pd.read_csv(folder(profile) / "scores.csv.gz", index_col=KEYS).loc[split, [slug(row, n) for n in seeds]]
+    path = folder(profile) / "scores.csv.gz"
+    table = _scores(path)
+    if missing := [name for name in (slug(row, n) for n in seeds) if name not in table]:
+        raise DataError(f"{files.short_name(path)}, row 1: column {missing[0]} is missing; {REMAKE}")
+    table = table.loc[split, [slug(row, n) for n in seeds]]
     wide = table.set_axis(seeds, axis=1).rename_axis("seed", axis=1).stack().dropna().rename("value").reset_index()
     average = wide.groupby([*keys, "seed"], sort=False, as_index=False)["value"].mean()
     values = pd.concat([wide, average.assign(metric=metrics.AVERAGE)], ignore_index=True)
@@ -315,9 +331,10 @@ def places(profile: Profile, row: str, bench: Benchmark, split: str = "test") ->
         return None
     queries, chunks = ({name: at for at, name in enumerate(names)} for names in (bench.queries, bench.corpus))
     matrix = np.full((len(queries), len(chunks)), -np.inf)
-    for line in gzip.open(path, "rt"):
-        search, _, chunk, place, *_ = line.split()
-        matrix[queries[search.partition("@")[0]], chunks[chunk]] = -int(place)
+    for row, line in files.read_text_lines(path):
+        with files.naming(Path(f"{path}, row {row}"), REMAKE):
+            search, _, chunk, place, *_ = line.split()
+            matrix[queries[search.partition("@")[0]], chunks[chunk]] = -int(place)
     return matrix
 
 
@@ -353,7 +370,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="say which are out of date; five steps of each: minutes")
     parser.add_argument("--profile", default="full")
     options = parser.parse_args(arguments)
-    profile = load_profile(options.profile)
+    try:
+        profile = load_profile(options.profile)
+    except DataError as error:
+        parser.error(str(error))
     known = rows(profile)
     if unknown := set(options.only or ()) - {UNTRAINED, *known}:
         parser.error(f"no row {min(unknown)!r}; there are {UNTRAINED}, {', '.join(known)}")

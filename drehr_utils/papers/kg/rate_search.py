@@ -18,6 +18,7 @@ import pandas as pd
 
 from drehr_utils import artifacts
 from drehr_utils.config import PairConfig
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.kg import linking, systems
@@ -67,7 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=CHOICES, help="the candidates of this task")
     parser.add_argument("--profile", default="open", help="another than open has its record in its cache")
     options = parser.parse_args(arguments)
-    profile = load_profile(options.profile)
+    try:
+        profile = load_profile(options.profile)
+    except DataError as error:
+        parser.error(str(error))
     for task in [options.only] if options.only else CHOICES:
         if task == systems.SUPERVISED:
             train, dev = systems.supervised_dev(profile)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import iter_rows, read_json_lines
+from drehr_utils.files import iter_rows, read_json_lines, read_text_lines
 from drehr_utils.knowledge import negation
 from drehr_utils.profiles import ROOT
 
@@ -54,7 +54,7 @@ def read_judgments(path: Path = OPEN_CXR / "sentence_judgments.tsv") -> tuple[li
     """Queries judged by reading, not by the lexicon: the judged reports' uids and, for each query, its sentences' ids.
 
     A sentence's id is `<uid>#<k>`, its place in Report.sentences. Raises DataError for a malformed file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = [line for _, line in read_text_lines(path)]
     if len(lines) < 2 or not lines[0].startswith("# reports: ") or lines[1] != "query\tsentences":
         raise DataError(f"{path.name}, rows 1-2: need '# reports: uid ...' and the header query, sentences")
     judged: dict[str, list[str]] = {}

@@ -1,0 +1,106 @@
+"""Keeps protected text out of saved and committed notebooks: two hooks, offered and never set by themselves.
+
+Jupyter's, in `~/.jupyter/jupyter_server_config.py`:
+
+    c.FileContentsManager.pre_save_hook = "drehr_utils.use.saved_notebooks.strip_protected"
+
+Git's, as `.git/hooks/pre-commit` (executable), refuses what was saved without it:
+
+    #!/bin/sh
+    git diff --cached --name-only -z --diff-filter=d -- '*.ipynb' |
+        xargs -0 -r python -m drehr_utils.use.saved_notebooks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drehr_utils.errors import DataError
+from drehr_utils.files import naming
+from drehr_utils.profiles import PROFILES, ROOT, load_profile
+
+_QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
+_BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")  # of a shell line: !head /data/notes.csv
+
+
+def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: Any = None, **_: Any) -> None:
+    """Takes the outputs out of a notebook that is about to be saved, in place, where `is_protected` says so.
+
+    The arguments are those of jupyter_server's pre_save_hook, which goes on saving where a hook fails: so in doubt the
+    outputs go."""
+    if model.get("type") != "notebook" or not (notebook := model.get("content")):
+        return
+    try:
+        protected = is_protected(notebook)
+    except Exception:
+        protected = True
+    if not protected:
+        return
+    notebook.get("metadata", {}).pop("widgets", None)
+    for cell in notebook.get("cells", []):
+        if cell.get("cell_type") == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    if contents_manager is not None:
+        contents_manager.log.warning("%s: saved without outputs, which may hold protected text", path)
+
+
+def is_protected(notebook: Mapping[str, Any]) -> bool:
+    """Whether the notebook's code may have read protected text: it names a protected profile or a file or folder that
+    is outside the checkout or in its caches, or DREHR_PROFILE names such a profile for all notebooks."""
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names = [name for source in sources for name in _names(source)]
+    return any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names])) or any(
+        map(_is_foreign, names)
+    )
+
+
+def _names(source: str) -> Iterator[str]:
+    yield from (match[2] for match in _QUOTED.finditer(source))
+    yield from (match[0] for match in _BARE_PATH.finditer(source))
+
+
+def _is_protected_profile(name: str) -> bool:
+    if name not in PROFILES and not name.endswith(".toml"):
+        return False
+    try:
+        return load_profile(Path(name).expanduser() if name.endswith(".toml") else name).protected
+    except DataError:
+        return True  # of a file that can't be read, nobody knows
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether it is an existing path, as a notebook in notebooks/ sees it, that isn't the project's own open data."""
+    if "\n" in name or not re.search(r"[/~]", name):
+        return False
+    path = (ROOT / "notebooks" / Path(name).expanduser()).resolve()
+    own = path.is_relative_to(ROOT.resolve()) and not path.is_relative_to((ROOT / "data/cache").resolve())
+    try:
+        return path != Path("/") and path.exists() and not own
+    except OSError:  # longer than a path can be
+        return False
+
+
+def main(paths: Sequence[str]) -> int:
+    """Names the notebooks among `paths` that are protected and hold outputs; 1 if there is one."""
+    refused = []
+    for path in map(Path, paths):
+        with naming(path):
+            notebook = json.loads(path.read_bytes())
+            if any(cell.get("outputs") for cell in notebook["cells"]) and is_protected(notebook):
+                refused.append(path)
+    for path in refused:
+        print(f"{path}: holds outputs that may be protected text; clear them, or save it under another profile")
+    return bool(refused)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except DataError as error:
+        sys.exit(str(error))
