@@ -31,12 +31,16 @@ def test_mimic_is_placed_by_environment_variables_and_the_others_are_not(monkeyp
     assert load_profile("open") is PROFILES["open"]
 
 
-def test_an_unset_benchmark_is_never_the_fictional_one(tmp_path):
+def test_an_unset_benchmark_is_never_the_fictional_one(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text('base = "mimic"\nname = "no-such-cache"')
     for profile in (load_profile("mimic"), load_profile(tmp_path / "mine.toml")):
         assert profile.benchmark is None
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)
+    (profile.cache / "cliniq/test").mkdir(parents=True)
     with pytest.raises(DataError, match="(?s)set DREHR_BENCHMARK to CliniQ's release .*--only 06"):
         benchmark_folder(profile)
+    (profile.cache / "cliniq/dev").mkdir()  # as notebook 06 leaves it
+    assert benchmark_folder(profile) == profile.cache / "cliniq"
 
 
 def test_a_protected_profile_writes_for_its_user_alone(tmp_path, monkeypatch):
