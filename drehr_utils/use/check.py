@@ -16,7 +16,7 @@ import pandas as pd
 from huggingface_hub import try_to_load_from_cache
 
 from drehr_utils import pipeline
-from drehr_utils.config import MINILM, StageConfig
+from drehr_utils.config import MINILM
 from drehr_utils.data.benchmark import benchmark_folder
 from drehr_utils.data.notes import Note, chunk_note, find_table, iter_rows
 from drehr_utils.errors import DataError
@@ -95,10 +95,11 @@ def estimate(profile: Profile) -> pd.Series:
     matched = time.perf_counter()
     asked = [prompts.Request("abbreviation_reduction", c.id, c.text) for c in chunks]
     asked += [prompts.Request("entity_generation", c.id, c.text, kind) for c in chunks for kind in prompts.ENTITY_TYPES]
-    times, stages = n_notes / len(first), (profile.published.stage1, profile.published.stage2)
+    times, stages = n_notes / len(first), filter(None, (profile.published.stage1, profile.published.stage2))
     answer_tokens = servers.Server.max_tokens
     samples = found * (1 + positives.MAX_SYNONYMS + positives.MAX_HYPERNYMS + positives.MAX_RELATED)
     n_chunks, calls = round(times * len(chunks)), round(times * len(asked))
+    steps = sum(stage.max_steps or round(n_chunks / stage.batch_size * stage.epochs) for stage in stages)
     return pd.Series(
         {
             "notes": f"{n_notes:,}",
@@ -111,14 +112,10 @@ def estimate(profile: Profile) -> pd.Series:
             "answer tokens, at most": f"{calls * answer_tokens:,}",
             "answers on disk, GB at most": f"{4 * calls * answer_tokens / 1e9:.2f}",
             "positive samples on disk, GB about": f"{times * samples * BYTES_A_SAMPLE / 1e9:.2f}",
-            "training steps, published recipe": f"{sum(_steps(s, n_chunks) for s in stages if s):,}",
+            "training steps, published recipe": f"{steps:,}",
         },
         name=f"from the first {len(first)} notes",
     )
-
-
-def _steps(stage: StageConfig, n_chunks: int) -> int:
-    return stage.max_steps or round(n_chunks / stage.batch_size * stage.epochs)
 
 
 def check(profile: Profile) -> int:
