@@ -19,6 +19,7 @@ Options:
   --only NN[,NN...]            run these notebooks only, for example --only 08 or --only 08,09
   --jobs N                     notebooks at a time, each with its share of the cores: 2 unless said otherwise, 1 where there
                                are less than 16 GB of memory
+  --check                      run nothing; say what is missing and where it comes from, and what a run would take
   --public                     first fetch the public data sets that aren't ours to pass on, and print their licences
   --fresh                      first delete data/cache/<profile>, except a language model's answers in its folder llm
   --yes                        confirm --fresh under a protected profile

@@ -111,8 +111,9 @@ class Resampling:
 class CliniqSizes:
     """Of the benchmark's construction and its baselines (notebooks 06, 07)."""
 
-    split: str = "test"  # of the notes; "all": every note
+    split: str = "test"  # of the notes
     sample: int | None = None  # so many of them drawn without replacement (CliniQ §3.1: 1,000); None: all
+    dev_sample: int = 0  # notes of dev that become a benchmark as well; 0: none, the profile's has one
     recorded: bool = True  # curation and judgments lie beside the profile's benchmark; else a language model makes them
     terms_per_call: int = 25  # of the judging: more cost less, the prompt and the chunk are sent once for all of them
     attempts: int = 3

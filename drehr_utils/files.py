@@ -189,6 +189,13 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
+def keep_private(folder: Path) -> None:
+    """From here on this process writes files that its user alone can read (umask 077); `folder` too, if it is there."""
+    os.umask(0o077)
+    if folder.is_dir() and folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The file whole or not at all; gzipped if its name says so, the same bytes for the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,9 @@ from drehr_utils import artifacts
 from drehr_utils.config import START as START
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import notes as notes_module
+from drehr_utils.data import overlap
 from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
+from drehr_utils.data.benchmark import benchmark_folder as benchmark_folder
 from drehr_utils.data.notes import Chunk, Note, ReadReport
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization, vocabularies
@@ -66,11 +68,15 @@ def recipe_of(profile: Profile, system: str) -> Recipe:
 # --- notebook 01 -------------------------------------------------------------------------------------------------
 
 
+KEPT_APART = "benchmark's patient"  # the split of a note that would train, were its patient not in the benchmark
+
+
 @cache
 def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
     """The notes, what reading them skipped, and each note's split; cut to the profile's number of training notes."""
     read, report = notes_module.read_notes(profile.notes)
     splits = notes_module.read_splits(profile.notes, read)
+    splits |= {note_id: KEPT_APART for note_id in _of_benchmark(profile, read) if splits[note_id] == "train"}
     if profile.max_train_notes:
         train = [note.note_id for note in read if splits[note.note_id] == "train"]
         left_out = set(train[profile.max_train_notes :])
@@ -79,6 +85,20 @@ def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
         real = notes_module.read_real_notes("aci_bench")
         read, splits = read + real, splits | {note.note_id: "train" for note in real}
     return read, report, splits
+
+
+def _of_benchmark(profile: Profile, read: list[Note]) -> list[str]:
+    """The notes of patients that the benchmark has; one that notebook 06 makes of these notes has none that train."""
+    if profile.benchmark is None:
+        return []
+    key = artifacts.digest(overlap.of_benchmark, notes_module.note_tables(profile.notes), benchmark_folder(profile))
+    path = profile.cache / f"splits/of_benchmark-{key}.parquet"
+
+    def make() -> pd.DataFrame:
+        found = overlap.of_benchmark(read, benchmark_folder(profile))
+        return pd.DataFrame(found.items(), columns=["note_id", "found by"], dtype=str)
+
+    return artifacts.cached_file(path, make)["note_id"].tolist()
 
 
 def chunks(profile: Profile, split: str = "train", stage: str = "") -> list[Chunk]:
@@ -190,8 +210,10 @@ def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Positive
         return positives.stage2_positives(chunks(profile), generated_entities(profile, given)[0], profile.unanswered)
 
     code, graph = (stage1_sets, graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
+    apart = [note_id for note_id, split in notes(profile)[2].items() if split == KEPT_APART]
     key = artifacts.digest(
-        code, graph, profile.notes, profile.max_train_notes, profile.seed, given.digest(),
+        code, graph, notes_module.note_tables(profile.notes), apart, profile.max_train_notes, profile.seed,
+        given.digest(),
         profile.unanswered if given.failed else None,
         [chunk.text for chunk in chunks(profile, stage=stage)] if profile.real_notes else None,
     )  # fmt: skip
@@ -390,7 +412,7 @@ def link(name: Path, folder: Path) -> None:
 
 def benchmark(profile: Profile, split: str) -> Benchmark:
     """The benchmark's split, cut to the profile's number of patients."""
-    loaded = load_benchmark(profile.benchmark, split)
+    loaded = load_benchmark(benchmark_folder(profile), split)
     return subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
 
 

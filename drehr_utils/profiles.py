@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -31,7 +31,7 @@ from drehr_utils.config import (
     TripletConfig,
 )
 from drehr_utils.errors import DataError
-from drehr_utils.files import naming, project_root
+from drehr_utils.files import keep_private, naming, project_root
 
 ROOT = project_root()
 
@@ -46,7 +46,8 @@ class Profile:
     lanes: int = 1  # notebooks that run at a time
     offline: bool = True  # models come from packages and folders, no hub is asked
     notes: Path = ROOT / "data/open_notes"  # MIMIC-IV-Note's or MIMIC-III's tables
-    benchmark: Path = ROOT / "data/open_cliniq"  # BEIR layout, folders dev/ and test/
+    # BEIR layout, folders dev/ and test/; None: what notebook 06 makes of these notes
+    benchmark: Path | None = ROOT / "data/open_cliniq"
     open_kg: Path | None = ROOT / "data/open_kg/concepts.tsv.gz"  # None: the packages' vocabularies alone
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
     real_notes: bool = False  # ACI-Bench's notes train beside these, and in stage I MTS-Dialog's sections (public_data)
@@ -239,6 +240,7 @@ _MIMIC = Profile(
     protected=True,
     offline=False,
     notes=ROOT / "data/mimic-iv-note",
+    benchmark=None,
     recorded_answers=(),
     unanswered=0.01,
     encoder="BAAI/bge-base-en-v1.5",
@@ -250,8 +252,8 @@ _MIMIC = Profile(
     improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), read_names=True),
     save_steps=1000,
     cliniq=CliniqSizes(
-        split="all",
         sample=1000,
+        dev_sample=100,
         recorded=False,
         retrievers=(
             "bge-base-en-v1.5",
@@ -317,8 +319,10 @@ def load_profile(name: str | Path | None = None) -> Profile:
 
     The file's keys are Profile's fields, tables its nested ones ([published.stage1], [kg.training]), "none" is None,
     a path is relative to the file; `base` is the profile that it changes (default: open). Its results go to
-    data/cache/<name>, and it counts as protected unless it says otherwise or keeps the base's notes. A protected
-    profile takes the paths and models of VARIABLES. Raises DataError (file, field) for what isn't there."""
+    data/cache/<name>, and it counts as protected unless it says otherwise or keeps the base's notes and benchmark; with
+    notes of its own, nothing that was recorded of the base's is read. A protected profile takes the paths and models
+    of VARIABLES, and what its process writes is for its user alone. Raises DataError (file, field) for what isn't
+    there."""
     name = str(name or os.environ.get("DREHR_PROFILE") or "open")
     profile = _from_toml(Path(name)) if name.endswith(".toml") else PROFILES.get(name)
     if profile is None:
@@ -332,6 +336,7 @@ def load_profile(name: str | Path | None = None) -> Profile:
             for table in tables:
                 change = {table: change}
             profile = _changed(profile, change, f"variable {variable}", Path())
+    keep_private(profile.cache)
     return profile
 
 
@@ -347,10 +352,14 @@ def _from_toml(path: Path) -> Profile:
     base = given.pop("base", "open")
     if not isinstance(base, str) or base not in PROFILES:
         raise DataError(f"{path.name}, field base: {base!r} is none of {', '.join(PROFILES)}")
-    own = {"name": path.stem, "protected": PROFILES[base].protected or "notes" in given, "in_place": False} | given
-    if own["name"] in PROFILES or not re.fullmatch(r"[\w.-]+", str(own["name"])) or own["in_place"]:
+    foreign = PROFILES[base].protected or bool({"notes", "benchmark"} & given.keys())
+    own = {"name": path.stem, "protected": foreign, "in_place": False, "recorded": False} | given
+    if "notes" in given:
+        own = {"recorded_answers": []} | own
+    ours = next((field for field in ("in_place", "recorded") if own[field]), "name")
+    if own["name"] in PROFILES or not re.fullmatch(r"[\w-][\w.-]*", str(own["name"])) or ours != "name":
         raise DataError(
-            f"{path.name}, field {'in_place' if own['in_place'] else 'name'}: a profile of one's own needs a name of "
+            f"{path.name}, field {ours}: a profile of one's own needs a name of "
             "letters, digits and -, not one of ours, and leaves the committed results alone"
         )
     return _changed(PROFILES[base], own, path.name, path.absolute().parent)
@@ -377,7 +386,12 @@ def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str
         return None
     if is_dataclass(kind):
         if isinstance(value, Mapping):
-            return _changed(old if old is not None else kind(), value, where, folder, f"{at}.")
+            if old is None:  # a table of a list, whose fields without a default it must give
+                needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+                if lacking := sorted(needed - value.keys()):
+                    raise DataError(f"{place}: field {lacking[0]} is missing")
+                old = kind(**dict.fromkeys(needed))
+            return _changed(old, value, where, folder, f"{at}.")
     elif get_origin(kind) is tuple:
         if isinstance(value, list):
             parts = get_args(kind)

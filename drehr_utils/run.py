@@ -244,6 +244,7 @@ def _report(place: Place, notebook: Path, error: Exception) -> str:
     kind = getattr(error, "ename", type(error).__name__)
     if place.profile.protected:  # a message may quote the data
         said = "The message may hold patient text, so it is not shown here, but it is in the notebook's last cell."
+        said += " --check says what is missing."
         return f"{where} failed with {kind}:{line}\n{said}{more}"
     message = path_shortener(place.root)(getattr(error, "evalue", str(error))).strip()
     return f"{where} failed:{line}\n{kind}: {message}{more}"
@@ -267,6 +268,10 @@ def _parser() -> argparse.ArgumentParser:
     public = (
         "first fetch the public data sets that aren't ours to pass on, licences printed (drehr_utils.data.public_data)"
     )
+    check = (
+        "run nothing; say what is missing and where it comes from, and what a run would take (drehr_utils.use.check)"
+    )
+    parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--fresh", action="store_true", help=fresh)
     parser.add_argument("--yes", action="store_true", help="confirm --fresh under a protected profile, such as mimic")
@@ -306,6 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if public_data.main([]):
             return 1
+    if args.check:
+        from drehr_utils.use.check import check
+
+        return check(profile)
     notebooks = _choose(parser, place, args.start, args.only)
     try:
         with artifacts.lock(place.cache / "run.lock", f"./run_all.sh --profile {profile.name}", wait=False):

@@ -1,6 +1,8 @@
 import os
 import signal
 
+import pytest
+
 # No test may reach the network or open a window; set before any library reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -10,6 +12,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two processes of one thread each do m
     os.environ["OMP_NUM_THREADS"] = "1"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and some tests send it
+
+
+@pytest.fixture(autouse=True)
+def own_umask():
+    """A protected profile, once loaded, closes its process's files to other users: no test leaves that to the next."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def pytest_collection_modifyitems(items):

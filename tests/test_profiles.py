@@ -1,10 +1,17 @@
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from drehr_utils import artifacts, files, profiles
+from drehr_utils.config import CaprSystem, StageConfig
+from drehr_utils.data.benchmark import benchmark_folder
 from drehr_utils.errors import DataError
+from drehr_utils.papers.drehr import runs
 from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 
@@ -22,6 +29,45 @@ def test_mimic_is_placed_by_environment_variables_and_the_others_are_not(monkeyp
     mimic = load_profile("mimic")
     assert (mimic.notes, mimic.encoder, mimic.pooling, mimic.lora) == (tmp_path, "a/decoder", "cls", True)
     assert load_profile("open") is PROFILES["open"]
+
+
+def test_an_unset_benchmark_is_never_the_fictional_one(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text('base = "mimic"\nname = "no-such-cache"')
+    for profile in (load_profile("mimic"), load_profile(tmp_path / "mine.toml")):
+        assert profile.benchmark is None
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)
+    (profile.cache / "cliniq/test").mkdir(parents=True)
+    with pytest.raises(DataError, match="(?s)set DREHR_BENCHMARK to CliniQ's release .*--only 06"):
+        benchmark_folder(profile)
+    (profile.cache / "cliniq/dev").mkdir()  # as notebook 06 leaves it
+    assert benchmark_folder(profile) == profile.cache / "cliniq"
+
+
+def test_a_protected_profile_writes_for_its_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)
+    cache, path = tmp_path / "data/cache/mine", tmp_path / "mine.toml"
+    cache.mkdir(parents=True)
+    path.write_text('base = "smoke"')
+    load_profile(path)
+    assert cache.stat().st_mode & 0o777 == 0o755
+    for own in ('notes = "notes"', 'benchmark = "cliniq"', 'base = "mimic"'):
+        path.write_text(own)
+        os.umask(0o022)
+        cache.chmod(0o755)  # made by an earlier version
+        mine = load_profile(path)
+        artifacts.cached_file(mine.cache / "scores/a.npy", lambda: np.zeros(1))
+        files.write_atomically(mine.tables / "t.csv", b"")
+        found = {made: made.stat().st_mode & 0o777 for made in (cache, *cache.rglob("*"))}
+        assert {mode for made, mode in found.items() if made.is_dir()} == {0o700}
+        assert {mode for made, mode in found.items() if made.is_file()} == {0o600} and len(found) == 6
+        shutil.rmtree(cache / "scores"), shutil.rmtree(cache / "figures")
+
+
+def test_a_profile_on_full_with_notes_of_its_own_leaves_the_committed_records_alone(tmp_path):
+    (tmp_path / "mine.toml").write_text('base = "full"\nnotes = "n"')
+    mine = load_profile(tmp_path / "mine.toml")
+    assert not mine.recorded and mine.recorded_answers == () and mine.protected
+    assert runs.folder(mine) == mine.cache / "runs"
 
 
 def test_text_under_a_data_use_agreement_stays_in_ignored_folders():
@@ -48,6 +94,12 @@ batch_size = 4
 
 [improved]
 read_names = false
+
+[[capr.systems]]
+name = "CDV"
+kind = "cdv"
+[capr.systems.config]
+max_steps = 3
 """
 
 
@@ -59,7 +111,8 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
     assert mine.max_eval_patients is None and mine.resampling.randomizations == 50
     assert mine.published == replace(base.published, stage1=replace(base.published.stage1, epochs=2.0))
     assert mine.kg == replace(base.kg, training=replace(base.kg.training, batch_size=4))
-    assert mine.improved == replace(base.improved, read_names=False) and mine.capr == base.capr
+    assert mine.improved == replace(base.improved, read_names=False)
+    assert mine.capr == replace(base.capr, systems=(CaprSystem("CDV", "cdv", StageConfig(max_steps=3)),))
     # Notes that aren't ours are protected: their results stay in a git-ignored folder, messages don't quote them.
     assert mine.protected and not mine.in_place and mine.figures == ROOT / "data/cache/mine/figures"
     monkeypatch.setenv("DREHR_PROFILE", str(path))
@@ -78,6 +131,9 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
         ("base = 'opne'", "mine.toml, field base: 'opne' is none of open, full, smoke, mimic"),
         ("name = 'open'", "mine.toml, field name: "),
         ("in_place = true", "mine.toml, field in_place: "),
+        ("[[capr.systems]]\nname = 'CDV'", "mine.toml, field capr.systems: field kind is missing"),
+        ("recorded = true", "mine.toml, field recorded: "),
+        ("name = '..'", "mine.toml, field name: "),
         ("seed =", "mine.toml: not TOML"),
     ],
 )

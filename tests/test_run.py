@@ -384,7 +384,7 @@ def test_run_all_help_needs_no_environment():
     assert done.returncode == 0 and not done.stderr
     own = subprocess.run([sys.executable, "-m", "drehr_utils.run", "-h"], capture_output=True, text=True, cwd=ROOT)
     options = set(re.findall(r"--[a-z]+", own.stdout))
-    assert options == {"--profile", "--from", "--only", "--jobs", "--public", "--fresh", "--yes", "--help"}
+    assert options == {"--profile", "--from", "--only", "--jobs", "--check", "--public", "--fresh", "--yes", "--help"}
     assert options <= set(re.findall(r"--[a-z]+", done.stdout))
     assert all(profile in text for profile in run.PROFILES for text in (own.stdout, done.stdout))
 

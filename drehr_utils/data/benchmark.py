@@ -9,9 +9,11 @@ from pathlib import Path
 
 from drehr_utils.errors import DataError
 from drehr_utils.files import read_json_lines, read_text_lines, short_name
+from drehr_utils.profiles import Profile
 
 MATCH_TYPES = ("string", "synonym", "abbreviation", "hyponym", "implication")
 QUERY_TYPES = ("disease", "procedure", "drug")
+OWN_BENCHMARK = "cliniq"  # the folder of a profile's cache in which notebook 06 puts what it makes
 QRELS_COLUMNS = ("query-id", "corpus-id", "score", "match_type", "patient")
 
 
@@ -23,6 +25,7 @@ class Patient:
     note_id: str
     chunk_ids: list[str]
     query_ids: list[str]
+    subject_id: str = ""  # known where the benchmark's tables were at hand; see overlap
 
 
 @dataclass
@@ -49,6 +52,20 @@ class SearchTask:
     note_id: str
     chunk_ids: list[str]
     relevant: dict[str, int]
+
+
+def benchmark_folder(profile: Profile) -> Path:
+    """The profile's benchmark, else the one that notebook 06 has made of its own notes. Raises DataError if neither."""
+    own = profile.cache / OWN_BENCHMARK
+    if profile.benchmark is not None:
+        return profile.benchmark
+    if all((own / split).is_dir() for split in ("dev", "test")):
+        return own
+    raise DataError(
+        "no benchmark: set DREHR_BENCHMARK to CliniQ's release joined with your MIMIC-III (python -m "
+        "drehr_utils.papers.cliniq.release --help), or make one of your own notes with a language model: "
+        "./run_all.sh --only 06 with this profile, which then is found by itself"
+    )
 
 
 def load_benchmark(folder: str | Path, split: str) -> Benchmark:
@@ -155,7 +172,8 @@ def _read_patients(path: Path, benchmark: Benchmark) -> None:
             wrong = {f"field queries: {query_id!r} is not in queries.jsonl": query_id not in benchmark.queries}
             refuse(where, row, wrong | {f"field queries: {query_id!r} is there twice; keep one": query_id in own[:at]})
         known.add(note_id)
-        benchmark.patients.append(Patient(str(record["hadm_id"]), note_id, chunks, own))
+        subject_id = str(record.get("subject_id") or "")
+        benchmark.patients.append(Patient(str(record["hadm_id"]), note_id, chunks, own, subject_id))
     if not known:
         raise DataError(f"{short_name(path)}: no patient in it; each searched note needs a line")
 

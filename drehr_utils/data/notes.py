@@ -197,12 +197,18 @@ def chunk_note(note: Note) -> list[Chunk]:
 
 
 SPLITS = ("train", "dev", "test")
-DEV_SHARE = 0.02  # of the patients, where no table says who is in which split
+KEPT_SHARE = 0.02  # of the patients, for dev and for test each, where no table says who is in which split
+
+
+def note_tables(folder: Path) -> list[Path]:
+    """What read_notes and read_splits read of a folder, which may hold the hospital's other tables as well."""
+    found = [find_table(folder, name) for name in ("discharge", "NOTEEVENTS", "splits")]
+    return [path for path in found if path]
 
 
 def read_splits(folder: Path, notes: list[Note]) -> dict[str, str]:
-    """note_id -> train, dev or test, by patient: from `splits.csv(.gz)`, else train or dev by a hash of the patient's
-    id (first 8 hex digits of its SHA-256), which doesn't depend on order or on which notes are present.
+    """note_id -> train, dev or test, by patient: from `splits.csv(.gz)`, else by a hash of the patient's id (first 8
+    hex digits of its SHA-256), which doesn't depend on order or on which notes are present.
 
     Raises DataError for an unknown split, a note without one, or a patient in two."""
     path = find_table(folder, "splits")
@@ -219,9 +225,13 @@ def read_splits(folder: Path, notes: list[Note]) -> dict[str, str]:
     lost = [note.note_id for note in notes if note.note_id not in splits]
     if lost:
         raise DataError(f"{path.name}, field note_id: {len(lost)} notes have no split, {lost[0]} among them")
+    of_patient: dict[str, str] = {}
+    for note in notes:  # the table's own subject_id may be another
+        if of_patient.setdefault(note.subject_id, splits[note.note_id]) != splits[note.note_id]:
+            raise DataError(f"{path.name}, field split: patient {note.subject_id} has notes in more than one split")
     return splits
 
 
 def _hashed_split(subject_id: str) -> str:
     u = int(hashlib.sha256(subject_id.encode()).hexdigest()[:8], 16) / 2**32
-    return "dev" if u < DEV_SHARE else "train"
+    return "dev" if u < KEPT_SHARE else "test" if u < 2 * KEPT_SHARE else "train"

@@ -122,7 +122,12 @@ def test_splits_are_by_patient(tmp_path):
     (tmp_path / "splits.csv").unlink()
     others = [Note(f"n{i}", str(i), "2", "x") for i in range(2, 1000)]
     hashed = read_splits(tmp_path, notes + others)  # one patient, one split, without a table too
-    assert hashed["a"] == hashed["b"] and 10 <= list(hashed.values()).count("dev") <= 30
+    assert hashed["a"] == hashed["b"]
+    assert all(10 <= list(hashed.values()).count(split) <= 30 for split in ("dev", "test"))
+    assert read_splits(tmp_path, others[::-1][:500]) == {n.note_id: hashed[n.note_id] for n in others[::-1][:500]}
+    (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,train\n9,b,test\n")  # the table's slip
+    with pytest.raises(DataError, match="patient 1 has notes in more than one split"):
+        read_splits(tmp_path, notes)
 
 
 def test_no_patient_of_dev_or_test_reaches_training():

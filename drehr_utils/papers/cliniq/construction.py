@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from drehr_utils.data.benchmark import QRELS_COLUMNS, Benchmark, Patient
+from drehr_utils.data.benchmark import OWN_BENCHMARK, QRELS_COLUMNS, Benchmark, Patient, benchmark_folder
 from drehr_utils.data.notes import Note, chunk_note, read_notes, read_splits
 from drehr_utils.errors import DataError
 from drehr_utils.files import write_atomically
@@ -26,11 +26,17 @@ TYPE_OF_KIND = {"diagnosis": "disease", "procedure": "procedure", "drug": "drug"
 
 
 def split_notes(folder: Path, split: str, sample: int | None = None, seed: int = 0) -> list[Note]:
-    """The notes of a split (`all`: every note), in the table's order; `sample` of them drawn without replacement."""
-    notes, _ = read_notes(folder)
-    if split != "all":
-        splits = read_splits(folder, notes)
-        notes = [note for note in notes if splits[note.note_id] == split]
+    """The notes of a split, in the table's order; `sample` of them drawn without replacement.
+
+    Raises DataError for a split without a note, as a hash of few patients may leave one."""
+    read, _ = read_notes(folder)
+    splits = read_splits(folder, read)
+    notes = [note for note in read if splits[note.note_id] == split]
+    if not notes:
+        raise DataError(
+            f"{Path(folder).name}/: none of the {len(read)} notes is of the split {split}; say in a splits.csv "
+            f"(subject_id,note_id,split) which patients are"
+        )
     if sample is not None and sample < len(notes):
         chosen = np.sort(np.random.default_rng(seed).choice(len(notes), sample, replace=False))
         notes = [notes[i] for i in chosen]
@@ -84,6 +90,7 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
             "chunks": len(patient.chunk_ids),
             "queries": patient.query_ids,
         }
+        | ({"subject_id": patient.subject_id} if patient.subject_id else {})
         for patient in benchmark.patients
     )
     whose = dict.fromkeys(own_pairs(benchmark), "own") | (origin or {})
@@ -102,10 +109,23 @@ def save_benchmark(benchmark: Benchmark, folder: Path, split: str, origin: dict[
     return target
 
 
+def save_dev(profile: Profile) -> Path | None:
+    """Notebook 06's steps for the notes of dev, so that its benchmark has both splits (see CliniqSizes.dev_sample)."""
+    if not profile.cliniq.dev_sample:
+        return None
+    notes = split_notes(profile.notes, "dev", profile.cliniq.dev_sample, profile.seed)
+    admissions = curation.read_coded_admissions(profile.notes, [note.hadm_id for note in notes])
+    draft = draft_benchmark(notes, admissions, profile_curation(profile, admissions))
+    strings = judging.string_matches(draft.queries, draft.corpus)
+    judges, _ = profile_judgments(profile, draft, strings)
+    made = with_judgments(draft, strings, judging.combine_judgments(*judges))
+    return save_benchmark(made, profile.cache / OWN_BENCHMARK, "dev")
+
+
 def profile_curation(profile: Profile, admissions: CodedAdmissions) -> Curation:
     """The recorded curation; without one, titles by rule and drugs by the language model, or by rule without one."""
     if profile.cliniq.recorded:
-        return curation.read_curation(profile.benchmark / "query_curation.csv.gz")
+        return curation.read_curation(benchmark_folder(profile) / "query_curation.csv.gz")
     server = server_from_env()
     if server is None:
         return curation.curate(admissions)
@@ -122,7 +142,7 @@ def profile_judgments(
     And what there is to count: pairs by judge and label; of a model also requests, malformed lines, unjudged pairs.
     Raises DataError where answers are missing and no server is set (servers.server_from_env)."""
     chosen = profile.cliniq
-    folder = profile.benchmark / chosen.split / "judgments"
+    folder = benchmark_folder(profile) / chosen.split / "judgments" if chosen.recorded else Path()
     files = sorted(folder.glob("judge_*.tsv")) if chosen.recorded else []
     if files:
         files += [folder / "adjudicated.tsv"] if files[1:] else []

@@ -14,6 +14,9 @@ The judgments point into chunks by number, so the notes are cut as the authors' 
 does: the first discharge summary of an admission in NOTEEVENTS; all that stands in square brackets on a line goes; 100
 words with 10 shared. Letters are lower-cased, as the paper says; that changes no chunk's bounds.
 
+The release is all one set. Its patients are divided here: a tenth, by a hash of their ids, is dev, the rest is test.
+Beside them lie the patients' other discharge summaries, by which data.overlap finds them in MIMIC-IV under other ids.
+
 The release doesn't say which queries are a patient's own. A patient's searches are the queries that have a relevant
 chunk in the note (§4.1), which gives the paper's 27.9 a patient; in the qrels' last column a query that has a semantic
 judgment in the note is `own` (only own codes were judged), one with string matches alone `unknown`.
@@ -22,18 +25,21 @@ judgment in the note is `own` (only own codes were judged), one with string matc
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, refuse
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
+from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import is_utf8, naming, read_json_lines, read_text_lines
+from drehr_utils.files import is_utf8, keep_private, naming, read_json_lines, read_text_lines, write_atomically
 from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows
@@ -42,6 +48,7 @@ from drehr_utils.profiles import ROOT
 RELEASE = "the authors' repository, github.com/zhao-zy15/CliniQ (folder benchmark), or Hugging Face, THUMedInfo/CliniQ"
 PHYSIONET = "PhysioNet, physionet.org/content/mimiciii/1.4 (credentialed access)"
 OUT = ROOT / "data/cache/cliniq_release"  # git-ignored: it holds notes under a data use agreement
+DEV_SHARE = 0.1  # of the patients
 MIN_CHUNKS = 5  # the authors' evaluation script leaves shorter notes out of Single-Patient Retrieval
 
 
@@ -127,30 +134,84 @@ def release_chunks(text: str, size: int = CHUNK_WORDS, overlap: int = OVERLAP_WO
     return [chunk for window in windows if (chunk := " ".join(window).strip())]
 
 
-def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> dict[str, str]:
-    """The first discharge summary's text of each admission, in NOTEEVENTS' order.
-
-    Raises DataError for a missing table and for admissions without a summary."""
+def _note_events(folder: Path) -> Path:
     path = find_table(folder, "NOTEEVENTS") or find_table(folder, "noteevents")
     if path is None:
         raise DataError(f"{Path(folder).name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
-    wanted, found = set(hadm_ids), {}
-    for row, values in iter_rows(path, ("hadm_id", "category", "text")):
-        hadm_id, text = values["hadm_id"].strip().removesuffix(".0"), values["text"]
-        if hadm_id in wanted and hadm_id not in found and values["category"].strip().lower() == "discharge summary":
+    return path
+
+
+def _summaries(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    for row, values in iter_rows(path, ("row_id", "subject_id", "hadm_id", "category", "text")):
+        if values["category"].strip().lower() == "discharge summary":
+            yield row, values | {"hadm_id": values["hadm_id"].strip().removesuffix(".0")}
+
+
+def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The first discharge summary's text of each admission, in NOTEEVENTS' order, and the admission's patient.
+
+    Raises DataError for a missing table and for admissions without a summary."""
+    path = _note_events(folder)
+    wanted, found, patient_of = set(hadm_ids), {}, {}
+    for row, values in _summaries(path):
+        hadm_id, text = values["hadm_id"], values["text"]
+        if hadm_id in wanted and hadm_id not in found:
             wrong = {"field text: bytes that are not UTF-8; take MIMIC-III 1.4's own file": not is_utf8(text)}
             refuse(path.name, row, wrong)
-            found[hadm_id] = text
+            found[hadm_id], patient_of[hadm_id] = text, values["subject_id"].strip()
     if lost := [hadm_id for hadm_id in hadm_ids if hadm_id not in found]:
         raise DataError(
             f"{path.name}, field hadm_id: {len(lost)} of the release's {len(hadm_ids)} admissions have no discharge "
             f"summary, {lost[0]} among them; take the whole NOTEEVENTS of MIMIC-III 1.4 from {PHYSIONET}"
         )
-    return found
+    return found, patient_of
 
 
-def join_release(release: Release, notes: dict[str, str], as_evaluated: bool = False) -> Benchmark:
-    """The release's benchmark over the notes' chunks; note ids are hadm_ids.
+def save_other_notes(mimic: Path, patient_of: Mapping[str, str], folder: Path) -> int:
+    """Writes the patients' discharge summaries of other admissions, and addenda, to `folder` (see data.overlap);
+    returns their number."""
+    patients, first, lines = set(patient_of.values()), set(patient_of), []
+    for _, values in _summaries(_note_events(mimic)):
+        is_first = values["hadm_id"] in first
+        first.discard(values["hadm_id"])
+        if values["subject_id"].strip() in patients and not is_first and is_utf8(values["text"]):
+            lines.append(json.dumps({"note_id": values["row_id"], "text": values["text"]}) + "\n")
+    write_atomically(folder / OTHER_NOTES, "".join(lines).encode())
+    return len(lines)
+
+
+def divide(benchmark: Benchmark, dev_share: float = DEV_SHARE) -> dict[str, Benchmark]:
+    """dev and test by patient: the first share of the patients in the order of their ids' SHA-256 is dev, at least one
+    (none for a share of 0). A split has the queries that are judged relevant in it; test alone has them all."""
+    ids = {p.subject_id or p.hadm_id for p in benchmark.patients}
+    ids = sorted(ids, key=lambda i: hashlib.sha256(i.encode()).hexdigest())
+    dev = set(ids[: max(1, round(dev_share * len(ids)))]) if dev_share else set()
+    if not dev:
+        return {"test": benchmark}
+    parts = {}
+    for split in ("dev", "test"):
+        patients = [p for p in benchmark.patients if ((p.subject_id or p.hadm_id) in dev) == (split == "dev")]
+        chunks = {chunk_id for patient in patients for chunk_id in patient.chunk_ids}
+        judged = {
+            query_id: kept
+            for query_id, kinds in benchmark.match_types.items()
+            if (kept := {chunk_id: kind for chunk_id, kind in kinds.items() if chunk_id in chunks})
+        }
+        parts[split] = Benchmark(
+            {chunk_id: text for chunk_id, text in benchmark.corpus.items() if chunk_id in chunks},
+            {query_id: text for query_id, text in benchmark.queries.items() if query_id in judged},
+            {query_id: kind for query_id, kind in benchmark.query_types.items() if query_id in judged},
+            patients,
+            {query_id: dict.fromkeys(kinds, 1) for query_id, kinds in judged.items()},
+            judged,
+        )
+    return parts
+
+
+def join_release(
+    release: Release, notes: dict[str, str], as_evaluated: bool = False, patient_of: Mapping[str, str] | None = None
+) -> Benchmark:
+    """The release's benchmark over the notes' chunks; note ids are hadm_ids, `patient_of` gives their patients.
 
     `as_evaluated` leaves out the searches that the authors' evaluation script skips: notes of fewer than MIN_CHUNKS
     chunks, and queries to which every chunk of the note is relevant. Raises DataError where judgments name chunks
@@ -164,7 +225,7 @@ def join_release(release: Release, notes: dict[str, str], as_evaluated: bool = F
         if as_evaluated:
             most = len(chunks) - 1 if len(chunks) >= MIN_CHUNKS else 0
         asked = [query_id for query_id in release.queries if 0 < relevant[hadm_id, query_id] <= most]
-        patients.append(Patient(hadm_id, hadm_id, list(chunks), asked))
+        patients.append(Patient(hadm_id, hadm_id, list(chunks), asked, (patient_of or {}).get(hadm_id, "")))
     if lost := [pair for pair in release.judgments if pair[1] not in corpus]:
         raise DataError(
             f"qrels: {len(lost)} of {len(release.judgments)} judgments name a chunk that the notes don't have, "
@@ -187,19 +248,27 @@ def string_share(release: Release, benchmark: Benchmark) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: join, write `<out>/test` and Table 1, print counts; 1 and a message where something is missing."""
+    """The command: join, write `<out>/dev` and `<out>/test`, the patients' other notes and Table 1, print counts; 1 and
+    a message where something is missing."""
     parser = argparse.ArgumentParser(prog="python -m drehr_utils.papers.cliniq.release", description=main.__doc__)
     parser.add_argument("--release", type=Path, required=True, help=f"the release's folder; from {RELEASE}")
     parser.add_argument("--mimic", type=Path, required=True, help=f"MIMIC-III's folder; from {PHYSIONET}")
     parser.add_argument("--out", type=Path, default=OUT, help="default: data/cache/cliniq_release (git-ignored)")
     parser.add_argument("--as-evaluated", action="store_true", help="skip the searches that the authors' script skips")
+    share = "of the patients that become dev (default: 0.1; 0: all are test, as in the paper; notebooks need a dev)"
+    parser.add_argument("--dev-share", type=float, default=DEV_SHARE, metavar="SHARE", help=share)
     given = parser.parse_args(arguments)
     try:
         release = read_release(given.release)
-        notes = read_first_summaries(given.mimic, release.hadm_ids)
-        benchmark = join_release(release, notes, given.as_evaluated)
+        notes, patient_of = read_first_summaries(given.mimic, release.hadm_ids)
+        benchmark = join_release(release, notes, given.as_evaluated, patient_of)
+        parts, origin = divide(benchmark, given.dev_share), origins(release)
         with naming(given.out, "give another folder as --out"):
-            save_benchmark(benchmark, given.out, "test", origins(release))
+            keep_private(given.out)
+            for split, part in parts.items():
+                of_part = {pair: whose for pair, whose in origin.items() if pair[1] in part.corpus}
+                save_benchmark(part, given.out, split, of_part)
+            others = save_other_notes(given.mimic, patient_of, given.out)
     except DataError as error:
         print(error)
         return 1
@@ -209,6 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(tables.save_table(table1, "cliniq_release_table1", layout, given.out).to_string())
     print(f"{release.repeated} judgments stood more than once; the first counts.")
     print(f"{100 * string_share(release, benchmark):.1f}% of the string matches stand in the chunk as it was cut here.")
+    print(f"{', '.join(f'{split}: {len(part.patients)} notes' for split, part in parts.items())}.")
+    print(f"{others} other notes of the same patients are kept beside them, so that none of them trains.")
     print("Set DREHR_BENCHMARK to the output folder and run the notebooks under the profile mimic.")
     return 0
 

@@ -48,6 +48,11 @@ def candidates(profile: Profile) -> dict[str, Recipe]:
     return found
 
 
+def first_search(profile: Profile) -> pd.DataFrame:
+    """The first search's record; no row of it under a profile with notes that aren't ours, on which it wasn't made."""
+    return pd.read_csv(FIRST_SEARCH, nrows=0 if profile.protected else None)
+
+
 def best(scored: pd.DataFrame, start: pd.Series) -> pd.Series:
     """The row that the improved recipe is: the highest mean of Single-Patient MAP and Multi-Patient R@100 of those that
     lose at most a point on each metric of a sample of MedQuAD against the starting encoder's row."""

@@ -10,7 +10,7 @@ from sklearn.metrics import cohen_kappa_score
 
 from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
-from drehr_utils.data.notes import Note
+from drehr_utils.data.notes import Note, read_notes
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.tables import paper_figures
 from drehr_utils.llm.servers import Server
@@ -127,20 +127,25 @@ def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
 
 
 def test_a_sample_is_drawn_once_and_in_order():
-    notes = construction.split_notes(DATA / "open_notes", "all")
-    drawn = construction.split_notes(DATA / "open_notes", "all", sample=20, seed=3)
+    notes = construction.split_notes(DATA / "open_notes", "train")
+    drawn = construction.split_notes(DATA / "open_notes", "train", sample=20, seed=3)
     ids = [note.note_id for note in notes]
     places = [ids.index(note.note_id) for note in drawn]
     assert len(drawn) == 20 and places == sorted(set(places)) and places != list(range(20))
-    assert [n.note_id for n in construction.split_notes(DATA / "open_notes", "all", 20, 3)] == [
+    assert [n.note_id for n in construction.split_notes(DATA / "open_notes", "train", 20, 3)] == [
         n.note_id for n in drawn
     ]
+
+
+def test_a_split_without_a_note_is_said(tmp_path):
+    with pytest.raises(DataError, match="mimic3/: none of the 4 notes is of the split dev; say in a splits.csv"):
+        construction.split_notes(write_mimic3(tmp_path / "mimic3"), "dev")
 
 
 def test_mimic3_in_miniature_by_a_real_server(tmp_path):
     """From MIMIC-III's tables to a benchmark that the loader reads; drugs and judgments by the language model."""
     folder = write_mimic3(tmp_path / "mimic3")
-    notes = construction.split_notes(folder, "all")
+    notes, _ = read_notes(folder)
     assert [note.hadm_id for note in notes] == ["101", "102", "102", "103"]  # the nursing note is out
     admissions = curation.read_coded_admissions(folder, [note.hadm_id for note in notes])
 

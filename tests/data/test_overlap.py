@@ -1,0 +1,60 @@
+"""No note of a benchmark's patient trains, whatever its ids: patients planted in both MIMICs and CliniQ's release."""
+
+import json
+
+import pytest
+from mimic4_miniature import write_miniature
+
+from drehr_utils.data.benchmark import load_benchmark
+from drehr_utils.data.notes import read_notes
+from drehr_utils.data.overlap import OTHER_NOTES, of_benchmark
+from drehr_utils.papers.cliniq import release
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """The miniature, and its release joined with its MIMIC-III."""
+    made, out = write_miniature(tmp_path_factory.mktemp("mimic")), tmp_path_factory.mktemp("cliniq")
+    given = ["--release", made.release, "--mimic", made.mimic3, "--out", out, "--dev-share", "0.3"]
+    assert release.main(list(map(str, given))) == 0
+    return made, out
+
+
+def test_the_release_becomes_dev_and_test_without_a_shared_patient(joined):
+    made, out = joined
+    parts = {split: load_benchmark(out, split) for split in ("dev", "test")}
+    patients = {split: {p.subject_id for p in part.patients} for split, part in parts.items()}
+    assert {len(found) for found in patients.values()} == {2, 4} and not patients["dev"] & patients["test"]
+    assert not parts["dev"].corpus.keys() & parts["test"].corpus.keys()
+    whole = release.read_release(made.release)
+    of_parts = {(q, c) for part in parts.values() for q, judged in part.qrels.items() for c in judged}
+    assert of_parts == whole.judgments.keys()
+    modes = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
+    assert modes == {0o600} and out.stat().st_mode & 0o777 == 0o700
+
+
+def test_all_notes_of_its_patients_are_found_in_mimic_iv(joined):
+    made, out = joined
+    notes, _ = read_notes(made.notes)
+    planted = {note.note_id for note in notes if note.subject_id in made.patients["both"]}
+    assert len(planted) == 4 and of_benchmark(notes, out) == dict.fromkeys(planted, "text")
+
+
+def test_without_the_patients_other_notes_one_of_them_would_train(joined):
+    made, out = joined
+    notes, _ = read_notes(made.notes)
+    kept = (out / OTHER_NOTES).read_bytes()
+    (out / OTHER_NOTES).unlink()
+    found = {note.subject_id for note in notes if note.note_id in of_benchmark(notes, out)}
+    (out / OTHER_NOTES).write_bytes(kept)
+    assert len(found) == 1 and found < made.patients["both"]
+
+
+def test_where_the_tables_share_ids_they_decide(joined):
+    made, out = joined
+    notes, _ = read_notes(made.mimic3)
+    assert set(of_benchmark(notes, out).values()) == {"subject_id"} and len(of_benchmark(notes, out)) == len(notes)
+    for path in out.glob("*/patients.jsonl"):  # as a benchmark made elsewhere, which says no more than the admission
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line | {"subject_id": None}) + "\n" for line in lines))
+    assert set(of_benchmark(notes, out).values()) == {"hadm_id"} and len(of_benchmark(notes, out)) == len(notes)
