@@ -57,6 +57,7 @@ class RetrieverSpec:
     append_eos: bool = False  # the tokenizer doesn't add the end-of-text token whose state is pooled
     padding_side: str | None = None  # None: the tokenizer's own
     trust_remote_code: bool = False  # the model's own code is needed: bidirectional attention, latent pooling
+    token_states: str | None = None  # what that code calls the states that are pooled, if not last_hidden_state
     dtype: str = "float32"
     api: bool = False  # asked of an OpenAI-compatible server, see embedding_api.py
 
@@ -73,6 +74,10 @@ _BMRETRIEVER = RetrieverSpec(
     "BMRetriever-410M", "BMRetriever/BMRetriever-410M", pooling="lasttoken", query_prefix=f"{TASK}\nQuery: ",
     passage_prefix="Represent this passage\npassage: ", similarity="dot", append_eos=True,
 )  # fmt: skip
+_NV_EMBED = RetrieverSpec(  # its pooling, a latent attention layer that skips the instruction, is in its own code
+    "NV-Embed-v2", "nvidia/NV-Embed-v2", query_prefix=INSTRUCT, append_eos=True, padding_side="right",
+    trust_remote_code=True, token_states="sentence_embeddings", dtype="bfloat16",
+)  # fmt: skip
 REGISTRY = {
     spec.name: spec
     for spec in (
@@ -84,10 +89,7 @@ REGISTRY = {
         ),
         _GTE,
         replace(_GTE, name="gte-Qwen2-7B-Instruct", model="Alibaba-NLP/gte-Qwen2-7B-instruct", dtype="bfloat16"),
-        RetrieverSpec(  # its pooling, a latent attention layer that skips the instruction, is in its own code
-            "NV-Embed-v2", "nvidia/NV-Embed-v2", query_prefix=INSTRUCT, append_eos=True, padding_side="right",
-            trust_remote_code=True, dtype="bfloat16",
-        ),
+        _NV_EMBED,
         RetrieverSpec(  # trained with dot products; chunks have no title to pair with
             "MedCPT", "ncbi/MedCPT-Article-Encoder", query_model="ncbi/MedCPT-Query-Encoder", pooling="cls",
             similarity="dot", query_tokens=64,
@@ -97,6 +99,17 @@ REGISTRY = {
         replace(_BMRETRIEVER, name="BMRetriever-7B", model="BMRetriever/BMRetriever-7B", dtype="bfloat16"),
         RetrieverSpec(
             "text-embedding-3-large", "text-embedding-3-large", query_tokens=8191, passage_tokens=8191, api=True
+        ),
+        # DR.EHR's released weights: pooling and instruction as in the training code of github.com/zhao-zy15/DR.EHR.
+        RetrieverSpec("DR.EHR-small", "THUMedInfo/DR.EHR-small", pooling="cls"),
+        replace(
+            _NV_EMBED, name="DR.EHR-large", model="THUMedInfo/DR.EHR-large",
+            query_prefix="Instruct: Given the medical entity, "
+            "retrieve relevant paragraphs of patients' medical records\nQuery: ",
+        ),
+        RetrieverSpec(  # as its card has it: no space after the query's colon; the tokenizer ends each text by itself
+            "Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-0.6B", pooling="lasttoken",
+            query_prefix=f"Instruct: {TASK}\nQuery:", padding_side="left",
         ),
     )
 }  # fmt: skip
@@ -145,6 +158,9 @@ def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str |
             f"{spec.name}: {Path(model).name} is not in the hub's cache, and could not be fetched; download it, give "
             "its folder in DREHR_RETRIEVERS, or leave it out"
         ) from None
+    if spec.pooling or spec.token_states:  # the texts as they are, also where the tokenizer has a chat template
+        states = spec.token_states or "last_hidden_state"
+        encoder[0].modality_config = {"text": {"method": "forward", "method_output_name": states}}
     tokenizer = encoder.tokenizer
     if spec.padding_side:
         tokenizer.padding_side = spec.padding_side

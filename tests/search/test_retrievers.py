@@ -1,5 +1,6 @@
 """The registry's pieces on tiny models with random weights, against plain transformers; scores by hand."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,13 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoTokenizer,
     BertConfig,
     BertModel,
-    GPTNeoXConfig,
-    GPTNeoXModel,
     PreTrainedTokenizerFast,
+    dynamic_module_utils,
 )
 
 from drehr_utils.data.benchmark import Benchmark
@@ -67,17 +68,18 @@ def bert(folder, seed):
     return folder
 
 
-def decoder(folder, bos=False):
-    """A tiny GPT-NeoX (BMRetriever-410M's kind) whose tokenizer, as that one's, adds no end-of-text token."""
+def decoder(folder, bos=False, kind="gpt_neox", template=None):
+    """A tiny decoder (BMRetriever-410M's kind, if not another) whose tokenizer, as that one's, adds no end-of-text
+    token, unless the template does."""
     special = {"unk_token": "<unk>", "eos_token": "<end>"} | ({"bos_token": "<s>"} if bos else {})
-    size = tokenizer(folder, special, "<s> $A" if bos else None)
+    size = tokenizer(folder, special, template or ("<s> $A" if bos else None))
     torch.manual_seed(3)
-    GPTNeoXModel(
-        GPTNeoXConfig(
-            vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            max_position_embeddings=64, initializer_range=0.5, bos_token_id=0, eos_token_id=1,
-        )
-    ).save_pretrained(folder)  # fmt: skip
+    config = AutoConfig.for_model(
+        kind, vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=8, intermediate_size=64, max_position_embeddings=64, initializer_range=0.5, bos_token_id=0,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -146,23 +148,114 @@ def test_minilm_is_the_projects_encoder():
     )
 
 
+OTHERS = {"MiniLM (start)", "DR.EHR-small", "DR.EHR-large", "Qwen3-Embedding-0.6B"}
+
+
 def test_registry_has_the_papers_list_with_each_models_own_settings():
     from drehr_utils.evaluation.tables import paper_figures
 
     papers = {s for s in paper_figures("cliniq", 3)["system"] if not s.startswith(("BM25", "RRF"))}
-    assert papers == set(REGISTRY) - {"MiniLM (start)"}
+    assert papers == set(REGISTRY) - OTHERS
     pooling = {name: spec.pooling for name, spec in REGISTRY.items()}
-    assert pooling["bge-base-en-v1.5"] == pooling["MedCPT"] == "cls" and pooling["NV-Embed-v2"] is None
-    assert {pooling[n] for n in papers if n.startswith(("BMRetriever", "gte"))} == {"lasttoken"}
+    assert pooling["bge-base-en-v1.5"] == pooling["MedCPT"] == pooling["DR.EHR-small"] == "cls"
+    assert pooling["NV-Embed-v2"] is pooling["DR.EHR-large"] is None
+    assert {p for n, p in pooling.items() if n.startswith(("BMRetriever", "gte", "Qwen3"))} == {"lasttoken"}
     assert {n for n, s in REGISTRY.items() if s.similarity == "dot"} == {
         n for n in papers if n.startswith(("BMR", "Med"))
     }
-    assert {n for n, s in REGISTRY.items() if s.trust_remote_code} == {n for n in papers if n.startswith(("NV", "gte"))}
+    remote = ("NV", "gte", "DR.EHR-large")
+    assert {n for n, s in REGISTRY.items() if s.trust_remote_code} == {n for n in REGISTRY if n.startswith(remote)}
     for name, spec in REGISTRY.items():
-        assert spec.query_prefix.startswith("Instruct: ") == name.startswith(("NV", "gte"))
+        assert spec.query_prefix.startswith("Instruct: ") == name.startswith((*remote, "Qwen3"))
         published = as_in_cliniq(spec)
         assert published.similarity == "cosine" and (spec.api or published.query_tokens == 512)
     assert REGISTRY["bge-base-en-v1.5"].query_prefix and not as_in_cliniq(REGISTRY["bge-base-en-v1.5"]).query_prefix
+
+
+# The architecture of each entry that isn't remote code, and what its own tokenizer adds to a text.
+ARCHITECTURES = {
+    "bge-base-en-v1.5": ("bert", None), "DR.EHR-small": ("bert", None), "MedCPT": ("bert", None),
+    "BMRetriever-410M": ("gpt_neox", None), "BMRetriever-2B": ("gemma", "<s> $A"),
+    "BMRetriever-7B": ("mistral", "<s> $A"), "Qwen3-Embedding-0.6B": ("qwen3", "$A <end>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "template"), [(name, *how) for name, how in ARCHITECTURES.items()])
+def test_each_entry_on_a_tiny_model_of_its_architecture(tmp_path, name, kind, template):
+    """A padded batch through the entry, against the bare model on each text with its prefix."""
+    folder = bert(tmp_path, 9) if kind == "bert" else decoder(tmp_path, template == "<s> $A", kind, template)
+    query_model = folder if REGISTRY[name].query_model else None
+    spec = replace(REGISTRY[name], model=folder, query_model=query_model, dtype="float32")
+    plain = AutoTokenizer.from_pretrained(folder)
+    # Some have a chat's template in their tokenizer; a text is no chat.
+    chat = AutoTokenizer.from_pretrained(folder, chat_template="{{ messages }}")
+    chat.save_pretrained(folder)
+    for texts, prefix, found in zip(
+        (QUERIES, PASSAGES), (spec.query_prefix, spec.passage_prefix), embed_texts(spec, QUERIES, PASSAGES), strict=True
+    ):
+        for text, embedding in zip(texts, found, strict=True):
+            ids = plain(prefix + text)["input_ids"] + [plain.eos_token_id] * spec.append_eos
+            assert kind == "bert" or (ids[-1] == plain.eos_token_id and ids.count(plain.eos_token_id) == 1)
+            expected = states(folder, ids)[0 if spec.pooling == "cls" else -1]
+            expected = expected / np.linalg.norm(expected) if spec.similarity == "cosine" else expected
+            np.testing.assert_allclose(embedding, expected, atol=1e-4)
+
+
+STAND_IN = """
+from transformers import BertModel
+
+
+class StandIn(BertModel):
+    def forward(self, input_ids, attention_mask, pool_mask=None, return_dict=True):
+        states = -super().forward(input_ids, attention_mask=attention_mask).last_hidden_state
+        return {"%s": states} if return_dict else (states,)
+"""
+
+
+def remote(folder, states_are_called):
+    """A tiny model whose own code turns its states' signs, and gives them a name of its own."""
+    (folder / "standin.py").write_text(STAND_IN % states_are_called)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "standin.StandIn"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def modules_cache(tmp_path, monkeypatch):
+    """Where transformers copies remote code to before it imports it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+
+
+def test_gtes_entry_runs_its_remote_code(tmp_path, modules_cache):
+    folder = bert(tmp_path / "gte", 10)
+    plain, expected = AutoTokenizer.from_pretrained(folder), {}
+    prefix = REGISTRY["gte-Qwen2-1.5B-Instruct"].query_prefix
+    for text in [*(prefix + query for query in QUERIES), *PASSAGES]:
+        last = -states(folder, plain(text)["input_ids"])[-1]
+        expected[text] = last / np.linalg.norm(last)
+    remote(folder, "last_hidden_state")
+    found = embed_texts(replace(REGISTRY["gte-Qwen2-1.5B-Instruct"], model=folder), QUERIES, PASSAGES)
+    np.testing.assert_allclose(np.concatenate(found), list(expected.values()), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["NV-Embed-v2", "DR.EHR-large"])
+def test_nv_embeds_entries_run_their_remote_code_and_do_not_pool_the_instruction(tmp_path, modules_cache, name):
+    """The model's code calls its states `sentence_embeddings`; the saved modules are those of an older version, whose
+    file says nothing of that."""
+    folder = bert(tmp_path / "plain", 11)
+    plain, expected = AutoTokenizer.from_pretrained(folder), []
+    spec = replace(REGISTRY[name], model=tmp_path / "nv", dtype="float32", append_eos=False)
+    skipped = len(plain(spec.query_prefix)["input_ids"]) - 1  # with [CLS], without [SEP]
+    for text in [*(spec.query_prefix + query for query in QUERIES), *PASSAGES]:
+        pooled = -states(folder, plain(text)["input_ids"])[skipped if text.startswith("Instruct") else 0 :].mean(axis=0)
+        expected.append(pooled / np.linalg.norm(pooled))
+    modules = [Transformer(str(folder)), Pooling(32, "mean", include_prompt=False)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(spec.model), create_model_card=False)
+    (spec.model / "sentence_bert_config.json").write_text('{"max_seq_length": 4096, "do_lower_case": false}')
+    remote(spec.model, "sentence_embeddings")
+    found = embed_texts(spec, QUERIES, PASSAGES)
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
 
 
 def test_by_name_or_path(tmp_path):
