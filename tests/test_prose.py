@@ -1,10 +1,10 @@
-"""What notebooks and READMEs name in backticks is there: modules, functions, files."""
+"""What notebooks and READMEs name in backticks is there, and what they link to: modules, functions, files, headings."""
 
-import json
 import pkgutil
 import re
 
 import pytest
+from links import is_dead, links, prose
 
 from drehr_utils.profiles import ROOT
 
@@ -12,12 +12,6 @@ PACKAGE = sorted((ROOT / "drehr_utils").rglob("*.py"))
 MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in PACKAGE]
 TEXTS = [*sorted((ROOT / "notebooks").glob("*.ipynb")), *sorted(ROOT.glob("*.md")), ROOT / "data/README.md"]
 MADE_LATER = ("data/cache", "data/public")
-
-
-def prose(path) -> str:
-    if path.suffix == ".md":
-        return path.read_text()
-    return "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
 
 
 def resolves(name: str) -> bool:
@@ -47,3 +41,18 @@ def test_names_in_prose(path):
     files = {t for t in ticked if re.fullmatch(r"(data|tests|figures|notebooks|drehr_utils)/[\w./-]*", t)}
     missing = [file for file in sorted(files) if not file.startswith(MADE_LATER) and not (ROOT / file).exists()]
     assert not missing
+
+
+def test_a_dead_link_is_found(tmp_path):
+    text = tmp_path / "text.md"
+    text.write_text(
+        "# What *it* is\n[a](text.md#what-it-is) [b](text.md#what) [c](gone.md) [d](https://nowhere.example)"
+    )
+    assert links(text) == {"text.md#what-it-is", "text.md#what", "gone.md"}
+    assert {link for link in links(text) if is_dead(link, tmp_path)} == {"text.md#what", "gone.md"}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    dead = [link for link in sorted(links(path)) if is_dead(link, path.parent)]
+    assert not [link for link in dead if not re.match(r"(\.\./)*(data/cache|data/public)", link)]

@@ -1,14 +1,20 @@
 """Verdicts on the papers' claims: one rule, four words, and the table that closes a notebook.
 
 data/claims.csv is the ledger: each claim's id, paper, section, words, figures, and what was checked. A notebook judges
-the claims that it can measure and shows `table`; figures/tables/claims_<notebook>.csv keeps what came out.
+the claims that it can measure and shows `table`; figures/tables/claims_<notebook>.csv keeps what came out, and
+`gathered` reads all of them. data/paper_items.csv is the ledger of the papers' tables, figures, equations and parts.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -22,7 +28,9 @@ from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
 HOLDS, NOT_SHOWN, REVERSED, NOT_TESTABLE = VERDICTS = ("holds", "not shown", "reversed", "not testable here")
-LEDGER = ROOT / "data/claims.csv"
+LEDGER, ITEMS = ROOT / "data/claims.csv", ROOT / "data/paper_items.csv"
+STATUS = ("yes", "part", "no")  # of an item
+PAPERS = {"drehr": "DR.EHR", "cliniq": "CliniQ", "kg": "KG retrieval", "capr": "CAPR", "radiology": "Radiology"}
 COLUMNS = ["claim", "paper", "ours", "budget", "verdict"]
 
 
@@ -141,3 +149,52 @@ def table(
         if (here := judged[name].verdict) != said:
             print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")
     return rows
+
+
+# --- all notebooks together -------------------------------------------------------------------------------------------
+
+
+def items() -> pd.DataFrame:
+    """What the papers hold, by id: `status`, `where` (places for `link`, with "; " between), and what is `missing`."""
+    return pd.read_csv(ITEMS, index_col="id", keep_default_na=False)
+
+
+def gathered(profile: Profile) -> pd.DataFrame:
+    """The ledger with `ours`, `budget` and `verdict` of each claim and `where` its notebook shows them (for `link`).
+
+    All three are empty where the profile has no table of that notebook."""
+    columns, found = ["ours", "budget", "verdict"], []
+    for path in sorted((ROOT / "figures/tables").glob("claims_??.csv")):
+        ids, own = pd.read_csv(path, index_col="id").index, profile.tables / path.name
+        rows = pd.read_csv(own, index_col="id") if own.exists() else None
+        rows = pd.DataFrame(rows, ids, columns, dtype=object)
+        found.append(rows.assign(where=_closing(path.stem[-2:])))
+    return ledger().join(pd.concat(found)).fillna("")
+
+
+def _closing(number: str) -> str:
+    """Where a notebook shows its claims: the heading above the cell that makes their table."""
+    (path,), heading = (ROOT / "notebooks").glob(f"{number}_*.ipynb"), ""
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = [heading, *re.findall(r"^#+ (.+)$", source, re.MULTILINE)][-1]
+        elif "claims.table(" in source:
+            break
+    return f"notebooks/{path.name}#{heading.replace(' ', '-')}"
+
+
+def counts(rows: pd.DataFrame, of: str, order: Sequence[str]) -> pd.DataFrame:
+    """How many of a ledger's rows there are by paper (rows; the last is all) and by `of`, in this order (columns)."""
+    table = pd.crosstab(rows["paper"].map(PAPERS), rows[of]).reindex(PAPERS.values(), axis=0, fill_value=0)
+    table = table.reindex(order, axis=1, fill_value=0)
+    return pd.concat([table, table.sum().to_frame("all").T]).rename_axis("paper")
+
+
+def link(place: str) -> str:
+    """An HTML link, for a notebook, to a place: `<file>.py:<name>`, `<file>.ipynb#<heading>` or a file of the tree."""
+    path, mark, name = re.fullmatch(r"([^#:]+)([#:]?)(.*)", place).groups()
+    target = f"../{path}#{quote(name)}" if mark == "#" else f"../{path}"
+    stem = Path(path).stem
+    said = {"#": f"{stem[:2]} {name.replace('-', ' ')}", ":": f"{stem}.{name}", "": Path(path).name}[mark]
+    return f'<a href="{target}">{html.escape(said)}</a>'

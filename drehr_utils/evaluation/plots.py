@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,11 +14,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from drehr_utils.evaluation.claims import HOLDS, NOT_SHOWN, NOT_TESTABLE, PAPERS, REVERSED
 from drehr_utils.profiles import ROOT
 
 FIGURES = ROOT / "figures"
 # Okabe and Ito's colours, told apart with any colour vision; yellow comes last, being faint on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# A system has one colour in all figures; eight don't go round, so those share one that have little to be compared for.
+SYSTEMS = {
+    "MiniLM (start)": PALETTE[0], "MiniLM, names read": PALETTE[5], "BM25": PALETTE[6], "BM25 + KG": PALETTE[4],
+    "RRF": PALETTE[3], "DR.EHR": PALETTE[1], "DR.EHR (improved)": PALETTE[2], "DR.EHR w/o stage I": PALETTE[3],
+    "DR.EHR (equations)": PALETTE[4],
+}  # fmt: skip
 SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
 
 
@@ -34,6 +43,14 @@ def set_style() -> None:
     plt.rc("savefig", dpi=300)
     plt.rc("pdf", fonttype=42)
     plt.rc("svg", hashsalt="drehr")
+
+
+def colours(systems: Iterable[str]) -> dict[str, str]:
+    """A colour for each system: SYSTEMS', a `short` row's being its system's, and for others those that are free."""
+    systems = list(dict.fromkeys(systems))
+    known = {s: SYSTEMS.get(re.sub(r" \(short\)$|, short(?=\)$)", "", s)) for s in systems}
+    free = cycle([c for c in PALETTE if c not in known.values()] or PALETTE)
+    return {s: colour or next(free) for s, colour in known.items()}
 
 
 def save_figure(fig: Figure, name: str, folder: Path = FIGURES) -> None:
@@ -62,7 +79,7 @@ def dot_interval_plot(
         raise ValueError(f"several rows for one system and {by}; filter setting, group and metric first")
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
     block = [blocks[s] if blocks else s for s in systems]
-    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(dict.fromkeys(block))}
+    colour_of = dict(zip(dict.fromkeys(block), cycle(PALETTE), strict=False)) if blocks else colours(systems)
     diamond = {"marker": "D", "markerfacecolor": "white", "markeredgecolor": "#666666", "markersize": 4}
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
@@ -74,8 +91,8 @@ def dot_interval_plot(
         for y, (_, row) in enumerate(part.iterrows()):
             if blocks and y and block[y] != block[y - 1]:
                 ax.axhline(y - 0.5, color="#999999", linewidth=0.6, linestyle="--", zorder=0)
-            ax.plot([row["low"], row["high"]], [y, y], color=colours[block[y]])
-            ax.plot(row["ours"], y, "o", color=colours[block[y]], markersize=4)
+            ax.plot([row["low"], row["high"]], [y, y], color=colour_of[block[y]])
+            ax.plot(row["ours"], y, "o", color=colour_of[block[y]], markersize=4)
             ax.plot(row["paper"], y, linestyle="", **diamond)
         if xlabel:
             ax.axvline(0, color="#666666", linewidth=0.8, zorder=0)
@@ -88,7 +105,7 @@ def dot_interval_plot(
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
     fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
-    labels = colours if blocks else {"ours, 95% interval": "#333333"}
+    labels = colour_of if blocks else {"ours, 95% interval": "#333333"}
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
         shown.append(plt.Line2D([], [], linestyle="", label="paper", **diamond))
@@ -159,4 +176,41 @@ def stages_plot(text: str, stages: Mapping[str, Mapping[str, Sequence[str]]]) ->
             y = 1 - (sum(heights[:i]) + heights[i] / 2) / sum(heights)
             ax.annotate("", (edge, y), (middle, 0.5), arrowprops={"arrowstyle": "->", "color": colour})
             ax.text(x, y, part, bbox=box | {"edgecolor": colour}, **look)
+    return fig
+
+
+def verdicts_plot(verdicts: pd.DataFrame, across: int = 7) -> Figure:
+    """One mark a claim, its number in it: papers down, verdicts across, `across` marks a line.
+
+    `verdicts` (claims.gathered) has `paper` and `verdict` by claim id. Place, shape and colour say the same thing, so
+    that none of them is needed alone; a claim without a verdict has no mark."""
+    white, dark = "white", "#333333"
+    looks = {  # marker, face, edge, and the number's colour
+        HOLDS: ("o", PALETTE[0], PALETTE[0], white),
+        NOT_SHOWN: ("s", PALETTE[4], PALETTE[4], dark),
+        REVERSED: ("D", PALETTE[1], PALETTE[1], white),
+        NOT_TESTABLE: ("o", white, "#999999", dark),
+    }
+    size = verdicts.groupby(["paper", "verdict"]).size()
+    fig, ax = plt.subplots(figsize=(DOUBLE_COLUMN, 3.6))
+    top = 0.0
+    for paper, name in PAPERS.items():
+        lines = max(math.ceil(size.get((paper, verdict), 0) / across) for verdict in looks)
+        if top:
+            ax.axhline(top - 0.9, color="#DDDDDD", linewidth=0.6)
+        ax.text(-1.2, top, name, ha="right", va="center", fontsize=8, weight="bold")
+        for column, (verdict, (marker, face, edge, colour)) in enumerate(looks.items()):
+            ids = verdicts.index[(verdicts["paper"] == paper) & (verdicts["verdict"] == verdict)]
+            for i, claim in enumerate(ids):
+                at = column * (across + 1.4) + i % across, top + i // across
+                ax.plot(
+                    *at, marker, markersize={"o": 9.5, "s": 8.5, "D": 7.2}[marker], color=face, markeredgecolor=edge
+                )
+                ax.text(*at, claim.rpartition("-")[2], ha="center", va="center_baseline", fontsize=5, color=colour)
+        top += lines + 0.8
+    for column, verdict in enumerate(looks):
+        said = f"{verdict}: {(verdicts['verdict'] == verdict).sum()}"
+        ax.text(column * (across + 1.4) - 0.5, -1.5, said, ha="left", va="center", fontsize=8)
+    ax.set(xlim=(-5.6, 4 * (across + 1.4) - 1.2), ylim=(top - 1, -2.2))
+    ax.set_axis_off()
     return fig

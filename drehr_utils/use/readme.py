@@ -1,12 +1,11 @@
-"""Puts the results table of figures/ into README.md, between its two markers: `python -m drehr_utils.use.readme`."""
+"""Puts the tables of figures/ into README.md, each between its two markers: `python -m drehr_utils.use.readme`."""
 
 from __future__ import annotations
 
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation import claims
 from drehr_utils.evaluation.tables import FOLDER, read_table
-from drehr_utils.profiles import ROOT
-
-BEGIN, END = "<!-- results: python -m drehr_utils.use.readme -->", "<!-- end of results -->"
+from drehr_utils.profiles import ROOT, load_profile
 
 
 def results_table() -> str:
@@ -26,12 +25,30 @@ def results_table() -> str:
     return "\n".join(lines)
 
 
+def counts_table() -> str:
+    """The papers' claims by verdict and their items by status, in Markdown."""
+    found = claims.counts(claims.gathered(load_profile("open")), "verdict", claims.VERDICTS)
+    items = claims.counts(claims.items(), "status", claims.STATUS)
+    heads = [*(f"claims: {verdict}" for verdict in found), "items: in", "in part", "not"]
+    lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
+    rows = found.join(items).itertuples()
+    return "\n".join([*lines, *(f"| {paper} | {' | '.join(map(str, numbers))} |" for paper, *numbers in rows)])
+
+
+BLOCKS = {  # marker that begins a block, and the one that ends it -> what stands between
+    ("<!-- results: python -m drehr_utils.use.readme -->", "<!-- end of results -->"): results_table,
+    ("<!-- what held: python -m drehr_utils.use.readme -->", "<!-- end of what held -->"): counts_table,
+}
+
+
 def updated(text: str) -> str:
-    """README's text with the table between the markers. Raises DataError where a marker is missing."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise DataError(f"README.md: the markers {BEGIN!r} and {END!r} must each stand in it once")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{results_table()}\n{END}{rest.split(END)[1]}"
+    """README's text with each table between its markers. Raises DataError where a marker is missing."""
+    for (begin, end), table in BLOCKS.items():
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise DataError(f"README.md: the markers {begin!r} and {end!r} must each stand in it once")
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":
