@@ -174,14 +174,11 @@ def assert_contained(place: Path, printed: str) -> None:
 
 
 def hostile(prompt: str, body: dict):
-    """Quotes the note in errors and answers, obeys it, gives nothing, or answers."""
-    kind = zlib.crc32(prompt.encode()) % 5
-    quoted = prompt[:2000]
-    if kind == 0:
-        return lambda handler: error(handler, 400, quoted)
-    if kind == 1:
-        return lambda handler: error(handler, 200, quoted)
-    return {2: quoted, 3: "", 4: f"- gout\n- {prompt.split(CANARY)[-1][:4]} {CANARY} gout"}[kind]
+    """Quotes the note as its answer or obeys it; of the later notes it quotes them in errors, or says nothing."""
+    note, kind, quoted = re.search(rf"{CANARY}(\d+)", prompt), zlib.crc32(prompt.encode()) % 3, prompt[:2000]
+    if note and int(note[1]) > 4:
+        return (lambda h: error(h, 400, quoted), lambda h: error(h, 200, quoted), "")[kind]
+    return quoted if kind == 0 else f"- gout\n- {note and note[0]} gout"
 
 
 def error(handler, status: int, text: str) -> None:
