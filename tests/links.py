@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -23,6 +24,7 @@ def links(path: Path) -> set[str]:
     return {link for link in found if not re.match(r"[a-z]+:", link)}
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """A file's headings, spelt as Jupyter does in a notebook and a code host in Markdown."""
     headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)

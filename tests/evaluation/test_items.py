@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -15,6 +16,7 @@ ITEMS, FOUND = claims.items(), claims.gathered(load_profile("open"))
 PLACES = ITEMS["where"].str.split("; ").map(lambda places: [place for place in places if place])
 
 
+@cache
 def resolves(place: str) -> bool:
     """`<module file>:<name>`, `<notebook>#<heading>` or a file of the tree. Modules are read, not imported: seconds."""
     path, _, name = place.partition(".py:")

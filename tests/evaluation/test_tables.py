@@ -273,6 +273,16 @@ def test_figures_have_labels_and_the_same_bytes(long, tmp_path):
         plots.dot_interval_plot(long)
 
 
+def test_a_system_has_one_colour():
+    alone, among = plots.colours(["BM25", "a", "b"]), plots.colours(["c", "DR.EHR (improved, short)", "BM25"])
+    assert alone["BM25"] == among["BM25"] == plots.PALETTE[6]
+    assert among["DR.EHR (improved, short)"] == plots.SYSTEMS["DR.EHR (improved)"]
+    assert plots.colours(["DR.EHR (short)"])["DR.EHR (short)"] == plots.SYSTEMS["DR.EHR"]
+    many = plots.colours(["BM25", "DR.EHR", *"cdefgh"])
+    assert len(set(many.values())) == 8 and list(many) == ["BM25", "DR.EHR", *"cdefgh"]
+    assert len(plots.colours(["BM25", *"abcdefgh"])) == 9  # more systems than colours: some repeat
+
+
 def test_differences_are_printed_with_their_interval_and_direction_in_their_own_order():
     rows = pd.DataFrame(
         {
