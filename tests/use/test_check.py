@@ -28,7 +28,7 @@ def profile(tmp_path, monkeypatch):
 
 
 def test_everything_that_is_missing_is_named_at_once(profile, tmp_path, capsys):
-    _, path = profile('notes = "none"', 'bios = "nothing"')
+    _, path = profile('notes = "none"', 'bios = "nothing"', 'encoder = "nobody/encoder"')
     assert run.main(["--profile", str(path), "--check"]) == 1
     said = capsys.readouterr().out
     for what in (
@@ -37,8 +37,7 @@ def test_everything_that_is_missing_is_named_at_once(profile, tmp_path, capsys):
         "set DREHR_BENCHMARK to CliniQ's release joined",
         "no bios.txt in DREHR_BIOS, nothing/",
         "set DREHR_LLM_BASE_URL and DREHR_LLM_MODEL",
-        "model: BAAI/bge-base-en-v1.5 is not on this machine; huggingface.co/BAAI/bge-base-en-v1.5",
-        "model: allenai/longformer-base-4096",
+        "model: nobody/encoder is not on this machine; huggingface.co/nobody/encoder",
         "text-embedding-3-large is left out, DREHR_EMBED_BASE_URL is not set",
         "DREHR_SNOMED is not set: HPO stands in",
         "not measured: none/: no notes to measure",
