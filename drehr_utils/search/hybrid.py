@@ -26,7 +26,7 @@ from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_ter
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
-from drehr_utils.training.encoders import load_encoder
+from drehr_utils.training.encoders import load_encoder, query_prompt
 
 HALF = 20.0  # the BM25 score of an expanded query that counts half
 WEIGHTS_FILE, GRAPH_FOLDER = "hybrid.json", "graph"
@@ -116,8 +116,12 @@ class Hybrid:
             raise ValueError("the query is empty; give a term, as in 'shortness of breath'")
         counts = count_names([names_of(query, self.graph) for query in queries], self.texts)
         expanded = self._bm25.scores([expand_query(query, self.graph) for query in queries])
-        similarity = dense_scores(self.encoder.encode(list(queries)), self._embeddings)
+        similarity = dense_scores(self.embed_queries(queries), self._embeddings)
         return joined(similarity, counts, expanded, self.weights)
+
+    def embed_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """[queries, dim], with the encoder's own query prompt before each, if it has one."""
+        return self.encoder.encode(list(queries), prompt=query_prompt(self.encoder) or None)
 
     def search(self, query: str, top: int = 10) -> list[tuple[float, str]]:
         """(score, text) of the best `top` texts, best first."""

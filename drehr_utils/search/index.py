@@ -193,7 +193,7 @@ class NoteIndex:
             raise DataError(f"{self.folder.name}/: the index is empty; run `drehr-search index NOTES`")
         names = sorted(names_of(query, self.hybrid.graph))
         expanded = expand_query(query, self.hybrid.graph)
-        vector = self.hybrid.encoder.encode([query])
+        vector = self.hybrid.embed_queries([query])
         found = self._candidates(vector[0], expanded, names) if patient is None else self._of_patient(patient)
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
