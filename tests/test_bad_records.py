@@ -56,6 +56,7 @@ def test_a_bad_run_file_is_named_with_its_row(smoke, tmp_path, line):
     runs.files.write_atomically(path, f"q@n0 Q0 n0_0 1 1.0 dr-ehr\n{line}\n".encode())
     with pytest.raises(DataError, match="dr-ehr.test.single.run.gz, row 2"):
         runs.places(smoke, "DR.EHR", BENCH)
+    runs.files.write_atomically(path, b"q@n0 Q0 n0_0 1 1.0 dr-ehr\n")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match="dr-ehr.test.single.run.gz.*broken gzip"):
         runs.places(smoke, "DR.EHR", BENCH)
