@@ -20,8 +20,11 @@ from typing import Self
 
 import numpy as np
 from ahocorasick_rs import AhoCorasick, MatchKind
+from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer
 
+from drehr_utils.errors import DataError
+from drehr_utils.files import naming
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, save_bios
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
@@ -138,7 +141,13 @@ class Hybrid:
     def load(cls, folder: str | Path, graph: KnowledgeGraph | None = None) -> Self:
         """What `save` wrote; given a `graph`, an encoder's folder will do, with the default weights where it has none.
         Raises DataError for a folder that isn't there and a graph that can't be read."""
-        folder = Path(folder)
-        encoder, beside = load_encoder(folder), folder / WEIGHTS_FILE
-        weights = Weights(**json.loads(beside.read_text())) if beside.exists() else Weights()
+        folder, weights = Path(folder), Weights()
+        if (beside := folder / WEIGHTS_FILE).exists():
+            with naming(beside, "write it again, as Hybrid.save does"):
+                weights = Weights(**json.loads(beside.read_text()))
+        try:
+            with naming(folder, "a model is a folder in sentence-transformers' layout"):
+                encoder = load_encoder(folder)
+        except SafetensorError as error:
+            raise DataError(f"{folder.name}/model.safetensors: torn ({error}); copy the model again") from None
         return cls(encoder, load_bios(folder / GRAPH_FOLDER) if graph is None else graph, weights)

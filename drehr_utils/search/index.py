@@ -177,8 +177,9 @@ class NoteIndex:
     def words(self) -> WordCounts:
         """BM25's word statistics of the whole index."""
         if (self.folder / _WORDS).exists():
-            with files.open_file(self.folder / _WORDS) as file:
-                about = json.load(file)
+            with files.naming(self.folder / _WORDS, "delete it: it is counted again"):
+                with files.open_file(self.folder / _WORDS) as file:
+                    about = json.load(file)
             if about.pop("version") == self.table.version:
                 return WordCounts(**about)
         return self._count_words()  # an indexing run was killed

@@ -117,6 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     for command in (index, query):
         command.add_argument("--index", type=Path, default=INDEX, metavar="FOLDER", help=f"({INDEX})")
     options = parser.parse_args(arguments)
+    if options.run is ask and options.top < 1:
+        parser.error(f"--top {options.top}: at least 1")
     try:
         options.run(options)
     except DataError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 
 import pytest
 
@@ -104,3 +105,32 @@ def test_an_index_keeps_its_model(folder, model, tmp_path, capsys):
     (folder / "b.txt").unlink()
     search.main([*command[:2], *command[4:], "--remove-gone"])
     assert "0 notes added, 0 changed, 2 as they were, 1 removed; 2 chunks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "broken, said",
+    [
+        (lambda f: (f / "hybrid.json").write_text('{"names": 0.3'), "hybrid.json, row 1, column 14: not JSON"),
+        (lambda f: (f / "hybrid.json").write_text('{"name": 0.3}'), "hybrid.json: not what it should hold"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"torn"), "model.safetensors: torn"),
+        (lambda f: (f / "graph/is_a.json").unlink(), "is_a.json: no such file"),
+        (shutil.rmtree, "no such model folder"),
+    ],
+)
+def test_a_broken_model_is_named(broken, said, folder, model, tmp_path, capsys):
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    broken(copy)
+    with pytest.raises(SystemExit) as stopped:
+        search.main(["index", str(folder), "--model", str(copy), "--index", str(tmp_path / "index")])
+    assert stopped.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_a_torn_index_is_named(folder, model, tmp_path, capsys):
+    at = ["--index", str(tmp_path / "index")]
+    search.main(["index", str(folder), "--model", str(model), *at])
+    (tmp_path / "index/words.json.gz").write_bytes(b"torn")
+    for arguments, said in ((["--top", "0"], "at least 1"), ([], "words.json.gz: broken gzip")):
+        with pytest.raises(SystemExit):
+            search.main(["query", "sob", *arguments, *at])
+        assert said in capsys.readouterr().err
