@@ -122,7 +122,7 @@ READERS = {
     ),
     "MIMIC-III's notes": Reader(write_mimic3, lambda f: len(read_notes(f)[1].skipped), ("NOTEEVENTS.csv.gz",)),
     "first summaries": Reader(
-        write_mimic3, lambda f: len(read_first_summaries(f, ["101", "102", "103"])) - 3, ("NOTEEVENTS.csv.gz",)
+        write_mimic3, lambda f: len(read_first_summaries(f, ["101", "102", "103"])[0]) - 3, ("NOTEEVENTS.csv.gz",)
     ),
     "splits": Reader(
         writing(splits__csv=SPLIT_TABLE), lambda f: len(read_splits(f, NOTES)) - 2, ("splits.csv",), needed=False

@@ -20,7 +20,7 @@ from drehr_utils.profiles import ROOT
 
 # What notebooks read beside a profile's own data. What was written for `open` isn't there: no open notes, OpenCliniQ,
 # recorded answers or records, so a notebook that reads one of them fails.
-SHARED = ("data/papers.csv", "data/claims.csv", "data/dev_search.csv")  # of the last only the header
+SHARED = ("data/papers.csv", "data/claims.csv", "data/dev_search.csv", "data/models")  # of the third only the header
 NOTEBOOKS = "00,01,02,03,04,05,06,07,08"
 PROFILE = """
 base = "mimic"
