@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from drehr_utils.data.notes import read_any_notes
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import vocabularies
@@ -119,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.run is ask and options.top < 1:
         parser.error(f"--top {options.top}: at least 1")
+    disable_progress_bar()  # of loading weights; indexing has its own
     try:
         options.run(options)
     except DataError as error:
