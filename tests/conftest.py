@@ -26,3 +26,20 @@ def pytest_collection_modifyitems(items):
     """Files with slow tests first, or one of them would run alone at the end."""
     slow = {item.path for item in items if "slow" in item.keywords}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """A BERT of two tiny layers, whose checkpoints take no second, with the tokenizer at hand."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    from drehr_utils.config import MINILM
+    from drehr_utils.training import encoders
+
+    folder = tmp_path_factory.mktemp("start")
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    BertModel(BertConfig(vocab_size=30522, **size)).save_pretrained(folder)
+    encoders.load_encoder(MINILM).tokenizer.save_pretrained(folder)
+    return folder

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 import pandas as pd
@@ -37,6 +37,7 @@ class _CliniQ(AbsTaskRetrieval):
 
     groups: tuple[str, ...] = ("all",)
     main_score: str
+    searches: Callable[[str], Iterable[SearchTask]]  # of a group, each with its pool of chunks; a setting's method
 
     def __init__(self, benchmark: Benchmark, split: str = "test", name: str = "OpenCliniQ", **options) -> None:
         content = json.dumps(asdict(benchmark), sort_keys=True).encode()  # MTEB's cache goes by the revision
@@ -53,10 +54,6 @@ class _CliniQ(AbsTaskRetrieval):
             main_score=self.main_score,
         )
         super().__init__(**options)
-
-    def searches(self, group: str) -> Iterable[SearchTask]:
-        """The searches of a group, each with its pool of chunks."""
-        raise NotImplementedError
 
     def load_data(self, *_, **__) -> None:
         corpus = Dataset.from_list([{"id": i, "text": text} for i, text in self.benchmark.corpus.items()])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import BertConfig, BertModel, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 
-from drehr_utils.config import MINILM, StageConfig
+from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.profiles import ROOT
-from drehr_utils.training import encoders, trainer
+from drehr_utils.training import trainer
 from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
 from drehr_utils.training.sampling import TrainingSet
 
@@ -51,17 +51,6 @@ def run(start: Path, output: Path, *callbacks) -> tuple[dict[str, torch.Tensor],
     options = dict(save_steps=SAVE_STEPS, callbacks=callbacks, progress=False)
     curve = trainer.train_stage(encoder, data, CONFIG, output, **options)
     return encoder.state_dict(), curve
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    """A BERT of two tiny layers, whose checkpoints take no second, with the tokenizer at hand."""
-    folder = tmp_path_factory.mktemp("start")
-    torch.manual_seed(0)
-    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    BertModel(BertConfig(vocab_size=30522, **size)).save_pretrained(folder)
-    encoders.load_encoder(MINILM).tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from transformers import BertConfig, BertModel, TrainerCallback
+from transformers import TrainerCallback
 
-from drehr_utils.config import MINILM, StageConfig
+from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import ROOT
-from drehr_utils.training import encoders, sampling, trainer
+from drehr_utils.training import sampling, trainer
 from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
 from drehr_utils.training.sampling import PositivePairs, TrainingSet
 
@@ -89,16 +89,6 @@ def torchrun(*arguments) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", __file__]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True).returncode
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("start")
-    torch.manual_seed(0)
-    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    BertModel(BertConfig(vocab_size=30522, **size)).save_pretrained(folder)
-    encoders.load_encoder(MINILM).tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
