@@ -25,6 +25,7 @@ from typing import Any
 from drehr_utils import artifacts, files
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import PROFILES, Profile, load_profile
+from drehr_utils.use import provenance
 
 # "%|" alone is not enough: a bar without a known total has only a count and a rate.
 _PASSING = re.compile(r"\d%\||\[\d+:\d\d(:\d\d)?(<|, )|it/s\]|s/it\]|^Waiting for process \d+")  # bars, locks
@@ -35,6 +36,7 @@ _ERROR_MARKER = "papermill-error-cell-tag"
 _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _TRAINING, _READ_ITS_MODELS = "05", ("08", "09", "10", "11", "14")  # beside it these would only wait for its models
+_OPENED = "opened.tsv"
 _LAST = "16"  # reads what all others found
 
 
@@ -120,7 +122,7 @@ def clean_notebook(nb: Any, root: Path, *, keep_injected: bool = False) -> None:
     `nb` is an nbformat v4 node; `root` is replaced in its outputs by "."; `keep_injected` keeps the cell that holds the
     run's parameters (else the cells are counted as if it had not been there, and it reads as it was written)."""
     shorten = path_shortener(root)
-    for key in ("papermill", "widgets"):
+    for key in ("papermill", "widgets", "drehr"):
         nb.metadata.pop(key, None)
     nb.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     nb.metadata["language_info"] = {"name": "python"}
@@ -159,6 +161,7 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
             "TOKENIZERS_PARALLELISM": "false",
             # A reader's own IPython start-up files would otherwise run first.
             "IPYTHONDIR": ipython,
+            provenance.LOG: os.path.join(ipython, _OPENED),
             # tqdm asks for ipywidgets; plain text bars are what is wanted here.
             "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:IProgress not found"])),
         }
@@ -183,6 +186,9 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
         stale.unlink(missing_ok=True)
     source = notebook.read_bytes()
     with tempfile.TemporaryDirectory(prefix="drehr_ipython_") as ipython, open(place.log(notebook), "wb") as log:
+        startup = Path(ipython) / "profile_default/startup/00_log_files.py"
+        startup.parent.mkdir(parents=True)
+        startup.write_text(provenance.STARTUP, encoding="utf-8")
 
         class Kernel(AsyncKernelManager):
             """This interpreter, whatever is installed as `python3`; keeps patient text off the terminal, where compiled
@@ -213,9 +219,12 @@ def execute(place: Place, notebook: Path, *, progress_bar: bool) -> str | None:
         except KeyboardInterrupt:
             running.unlink(missing_ok=True)
             raise
+        opened = (Path(ipython) / _OPENED).read_text(encoding="utf-8").splitlines()
     nb = nbformat.read(running, as_version=4)
     # Results outside the repository keep their parameters: nothing else in them says which profile they are from.
     clean_notebook(nb, place.root, keep_injected=not place.profile.in_place)
+    if place.profile.in_place:
+        nb.metadata["drehr"] = provenance.digests(nb, opened, place.root)
     target = notebook if place.profile.in_place else place.cache / "notebooks" / notebook.name
     if target == notebook and notebook.read_bytes() != source:
         target = place.cache / "notebooks" / notebook.name

@@ -28,8 +28,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-@pytest.fixture(scope="session")
-def start(tmp_path_factory):
+def tiny_bert(folder):
     """A BERT of two tiny layers, whose checkpoints take no second, with the tokenizer at hand."""
     import torch
     from transformers import BertConfig, BertModel
@@ -37,9 +36,13 @@ def start(tmp_path_factory):
     from drehr_utils.config import MINILM
     from drehr_utils.training import encoders
 
-    folder = tmp_path_factory.mktemp("start")
     torch.manual_seed(0)
     size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     BertModel(BertConfig(vocab_size=30522, **size)).save_pretrained(folder)
     encoders.load_encoder(MINILM).tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    return tiny_bert(tmp_path_factory.mktemp("start"))

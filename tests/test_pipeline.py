@@ -5,12 +5,12 @@ import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from drehr_utils import artifacts, pipeline
@@ -112,22 +112,24 @@ def test_code_that_training_runs_is_in_its_key():
 
 
 TABLE = """
-import sys
+import os, sys
 from drehr_utils import pipeline
-from drehr_utils.evaluation import intervals, metrics, tables
+from drehr_utils.evaluation import metrics
 from drehr_utils.profiles import load_profile
+from drehr_utils.training import encoders, trainer
+if "NO_BF16" in os.environ:
+    encoders.has_fast_bf16 = trainer.has_fast_bf16 = lambda: False
 profile = load_profile(sys.argv[1])
 folder, curves = pipeline.train_recipe(profile, profile.published)
-curves["stage2"].to_csv(sys.argv[2], index=False)
 bench = pipeline.benchmark(profile, "dev")
-values = metrics.single_patient(bench, pipeline.model_scores(profile, folder, bench))
-values.to_csv(sys.argv[2], mode="a", index=False)
+values = metrics.means(metrics.per_search(bench, pipeline.model_scores(profile, folder, bench)))
+curves["stage2"].to_csv(sys.argv[2], index=False)
+values.to_csv(sys.argv[3])
 """
-KILLED = """
+FEW_STEPS = """
 base = "smoke"
 max_train_notes = 2
 max_eval_patients = 2
-save_steps = 1
 [published]
 stage1 = "none"
 [published.stage2]
@@ -135,33 +137,29 @@ max_steps = 6
 batch_size = 4
 positives_per_chunk = 8
 """
+CPUS = {
+    "ours": {"OMP_NUM_THREADS": "1"},
+    "another": {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "NO_BF16": "1"},
+}
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_again_and_again_gives_the_same_table(tmp_path):
-    """SIGKILL at growing distances from the start, in epochs, checkpoints and saves, until one finishes."""
-    for name in ("killed", "undisturbed"):
-        (tmp_path / f"{name}-{os.getpid()}.toml").write_text(KILLED)
-    results, kills = {}, 0
-    for path in sorted(tmp_path.glob("*.toml"), reverse=True):  # undisturbed first
-        cache, table = load_profile(path).cache, path.with_suffix(".csv")
-        command = [sys.executable, "-c", TABLE, str(path), str(table)]
-        patience = 0.5
+def test_another_cpu_gives_the_same_within_tolerance(tmp_path):
+    """One without bfloat16 and AVX-512, with another number of threads: losses to 2%, metrics of a few searches to 3
+    points. (A whole training repeated on another machine came within 0.3 points of its row in Table 4.)"""
+    found = {}
+    for name, variables in CPUS.items():
+        path = tmp_path / f"cpu-{name}-{os.getpid()}.toml"
+        path.write_text(FEW_STEPS)
+        files = [tmp_path / f"{name}-{what}.csv" for what in ("losses", "means")]
         try:
-            while not table.exists() or path.stem not in results:
-                with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as run:
-                    if path.name.startswith("killed"):
-                        while run.poll() is None and not (cache / "checkpoints").exists():
-                            time.sleep(0.05)
-                        time.sleep(patience)
-                        patience *= 4
-                        if run.poll() is None:
-                            os.killpg(run.pid, signal.SIGKILL)
-                            kills += 1
-                            continue
-                assert run.returncode == 0
-                results[path.stem] = table.read_bytes()
-            assert not list(cache.rglob("partial-*"))
+            subprocess.run(
+                [sys.executable, "-c", TABLE, path, *files], cwd=ROOT, check=True, env=os.environ | variables
+            )
         finally:
-            artifacts.remove(cache)
-    assert kills and len(set(results.values())) == 1
+            artifacts.remove(load_profile(path).cache)
+        found[name] = [pd.read_csv(file).select_dtypes("number") for file in files]
+    for (ours, another), tolerance in zip(
+        zip(*found.values(), strict=True), ({"rtol": 0.02}, {"atol": 3}), strict=True
+    ):
+        np.testing.assert_allclose(another, ours, **{"rtol": 0, "atol": 0} | tolerance)

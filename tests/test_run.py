@@ -96,6 +96,7 @@ def test_second_run_in_place_gives_the_same_file(project, monkeypatch):
     assert nb.metadata == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
+        "drehr": {"cells": nb.metadata["drehr"]["cells"], "read": {}, "wrote": {}},
     }
     assert [cell.metadata for cell in code] == [{"tags": ["parameters"]}, {}, {}, {}, {}]
     assert code[1].outputs == [new_output("stream", name="stdout", text="after the bar\n")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from drehr_utils import files
+from drehr_utils import artifacts, files
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.training.encoders import describe_device
 
@@ -34,6 +34,10 @@ class Record:
         with files.naming(path, REMAKE):
             return pd.read_csv(path) if path.exists() else pd.DataFrame()
 
+    def _others(self, profile: Profile, key: dict[str, str | float]) -> pd.DataFrame:
+        done = self.read(profile)
+        return done[(done[list(key)] != pd.Series(key)).any(axis=1)] if len(done) else done
+
     def add(
         self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False
     ) -> bool:
@@ -41,17 +45,18 @@ class Record:
 
         `key`, columns with their values, tells the groups of rows apart; rows with this key stay as they are (`remake`:
         are replaced)."""
-        done = self.read(profile)
-        same = (done[list(key)] == pd.Series(key)).all(axis=1) if len(done) else pd.Series(dtype=bool)
-        if same.any() and not remake:
+        if len(self._others(profile, key)) < len(self.read(profile)) and not remake:
             return False
         begun = time.time()
         rows = make().round(4)
         minutes = round((time.time() - begun) / 60, 1)
         date, machine = datetime.date.today().isoformat(), f"{platform.machine()}, {describe_device()}"
         rows = pd.DataFrame(key, index=rows.index).join(rows).assign(minutes=minutes, date=date, machine=machine)
-        kept = done[~same]
-        table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
-        files.write_atomically(self.path(profile), table.to_csv(index=False).encode())
+        with artifacts.lock(profile.cache / f".{self.name}.lock", f"adding to {self.name}"):
+            kept = self._others(profile, key)  # another process may have added rows meanwhile
+            if len(kept) < len(self.read(profile)) and not remake:
+                return False
+            table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
+            files.write_atomically(self.path(profile), table.to_csv(index=False).encode())
         print(f"{self.name}: {', '.join(map(str, key.values()))} ({minutes} min)", flush=True)
         return True

@@ -1,0 +1,351 @@
+"""Each stage killed at random points, on a full disk, in a folder that can't be written, and twice at once: what the
+next run leaves is what an undisturbed run leaves.
+
+python tests/long/interruptions.py            # as root (it mounts small disks); the last result lies beside it, in JSON
+python tests/long/interruptions.py --points 1 --only training,index
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+RESULT = Path(__file__).with_suffix(".json")
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+PROFILE = """
+base = "smoke"
+max_train_notes = 4
+max_eval_patients = 4
+save_steps = 1
+encoder = "{encoder}"
+published = {{ stage1 = {stage}, stage2 = {stage} }}
+"""
+STAGE = "{ max_steps = 8, batch_size = 4, positives_per_chunk = 8 }"
+
+
+@contextlib.contextmanager
+def own_root() -> Iterator[Path]:
+    """A project whose data are this one's and whose caches are empty, but for the graph; the package works in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "data/cache").mkdir(parents=True)
+        for path in (REPOSITORY / "data").iterdir():
+            if path.name != "cache":
+                (root / "data" / path.name).symlink_to(path)
+        (root / "trial.toml").write_text(PROFILE.format(encoder=root / "encoder", stage=STAGE))
+        os.environ |= {"DREHR_ROOT": folder, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ |= {"HF_HUB_OFFLINE": "1", "DREHR_PROFILE": str(root / "trial.toml")}
+        from conftest import tiny_bert
+
+        tiny_bert(root / "encoder")
+        yield root
+
+
+# --- the stages: each takes the profile and leaves its artefacts in the profile's cache -------------------------------
+
+
+def graph(profile) -> None:
+    from drehr_utils.knowledge import vocabularies
+
+    vocabularies.open_graph(profile.cache / "kg", profile.open_kg)
+
+
+def positives(profile) -> None:
+    from drehr_utils import pipeline
+
+    pipeline.stage1_sets(profile)
+    pipeline.stage2_sets(profile)
+
+
+def answers(profile) -> None:
+    from drehr_utils import pipeline
+    from drehr_utils.llm.client import answer_all
+    from drehr_utils.llm.servers import Server
+
+    server = Server(os.environ["TRIAL_SERVER"], "m", concurrency=8)
+    asked = pipeline.requests(profile, "entity_generation")
+    given = answer_all(asked, store=profile.cache / "llm/answers.sqlite", server=server, progress=False)
+    if given.failed:
+        raise OSError(f"{given.failed} answers failed")
+
+
+def training(profile) -> None:
+    from drehr_utils import pipeline
+
+    pipeline.train_recipe(profile, profile.published)
+
+
+def scores(profile) -> None:
+    from drehr_utils import pipeline
+
+    for split in ("dev", "test"):
+        pipeline.model_scores(profile, None, pipeline.benchmark(profile, split))
+
+
+def records(profile) -> None:
+    import pandas as pd
+
+    from drehr_utils.evaluation.records import Record
+
+    for i in range(300):
+        Record("trial.csv").add(profile, {"row": i}, lambda i=i: pd.DataFrame({"value": range(i, i + 20)}))
+
+
+def index(profile) -> None:
+    from drehr_utils import pipeline
+    from drehr_utils.search import index as index_module
+    from drehr_utils.search.hybrid import Hybrid, Weights
+
+    index_module.NOTES_AT_ONCE = 4
+    folder = profile.cache / "index"
+    if (folder / "hybrid").exists():
+        found = index_module.NoteIndex.open(folder)
+    else:
+        hybrid = Hybrid(pipeline.starting_encoder(profile), small_graph(), Weights(0.2, 0.4))
+        found = index_module.NoteIndex.create(folder, hybrid)
+    found.update(pipeline.notes(profile)[0][:40], progress=False)
+
+
+def small_graph():
+    from drehr_utils.knowledge.graph import KnowledgeGraph
+
+    graph = KnowledgeGraph(cui2pt={"1": "myocardial infarction"})
+    for term in ("myocardial infarction", "mi"):
+        graph.add_term("1", term)
+    return graph
+
+
+def notebook(profile) -> None:
+    """In a process of its own, as run_all.sh has it; the kernel dies with it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "drehr_utils.run", "--profile", os.environ["DREHR_PROFILE"], "--only", "01"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise OSError(done.stderr[-600:])
+
+
+STAGES: dict[str, Callable] = {
+    stage.__name__: stage for stage in (positives, answers, training, scores, records, index, graph, notebook)
+}
+
+
+# --- what a stage leaves ----------------------------------------------------------------------------------------------
+
+
+def left(profile) -> dict[str, str]:
+    """Digest of each artefact by its path, without what tells the time: minutes, dates, logs, locks."""
+    found = {}
+    for path in sorted(profile.cache.rglob("*")):
+        name = path.relative_to(profile.cache).as_posix()
+        if not path.is_file() or name.startswith(("index/", "logs/")) or path.name.endswith((".lock", "-wal", "-shm")):
+            continue
+        if path.suffix == ".sqlite":
+            with contextlib.closing(sqlite3.connect(path)) as database:
+                tables = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+                # An answer's number is its turn, which differs from run to run.
+                rows = [
+                    sorted(repr(row[t == "answers" :]) for row in database.execute(f"SELECT * FROM {t}"))
+                    for t in tables
+                ]
+                content = repr(rows).encode()
+        elif path.name == "stage.json":
+            content = repr({k: v for k, v in json.loads(path.read_text()).items() if k != "minutes"}).encode()
+        elif path.name == "trial.csv":
+            rows = csv.DictReader(path.read_text().splitlines())
+            content = repr([(row["row"], row["value"]) for row in rows]).encode()
+        else:
+            content = path.read_bytes()
+        found[name] = hashlib.sha256(content).hexdigest()
+    if (profile.cache / "index").exists():
+        from drehr_utils.search.index import NoteIndex
+
+        opened = NoteIndex.open(profile.cache / "index")
+        rows = sorted(opened.table.search().to_arrow().to_pylist(), key=lambda row: row["id"])
+        kept = [(row["id"], row["note_id"], row["patient"], row["text"], row["vector"]) for row in rows]
+        hits = [(hit.score, hit.id) for hit in opened.search("mi cough", 50)]
+        found["index"] = hashlib.sha256(repr((kept, hits)).encode()).hexdigest()
+    return found
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+
+_fork = multiprocessing.get_context("fork")  # a child begins with everything imported and the graph in memory
+
+
+def _child(pipe, do: Callable, profile) -> None:
+    os.setsid()  # a kill takes its own children along
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        pipe.send((None, do(profile)))
+    except Exception as error:
+        pipe.send((f"{type(error).__name__}: {error}", None))
+
+
+class Run:
+    """A stage in a process of its own."""
+
+    def __init__(self, do: Callable, profile):
+        self.pipe, theirs = _fork.Pipe(duplex=False)
+        self.process = _fork.Process(target=_child, args=(theirs, do, profile))
+        self.began = time.monotonic()
+        self.process.start()
+        theirs.close()
+
+    def end(self):
+        """What it gave; raises RuntimeError with its error's text."""
+        try:
+            error, value = self.pipe.recv()
+        except EOFError:
+            error, value = "died", None
+        self.process.join()
+        self.seconds = time.monotonic() - self.began
+        if error:
+            raise RuntimeError(error)
+        return value
+
+    def killed_after(self, seconds: float) -> bool:
+        self.process.join(seconds)
+        alive = self.process.is_alive()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.kill()
+        self.process.join()
+        return alive
+
+
+def empty(profile) -> None:
+    shutil.rmtree(profile.cache, ignore_errors=True)
+    profile.cache.mkdir(parents=True)
+
+
+def failure(run: Run, profile) -> str:
+    """The text of the error that a run ends with; "" if it ends well."""
+    try:
+        run.end()
+    except RuntimeError as error:
+        return str(error).replace(str(profile.cache), "<cache>")[:300]
+    return ""
+
+
+def trial(name: str, profile, points: int, rng: random.Random) -> dict:
+    """What a stage did under each disturbance; under `unequal` what differed after it."""
+    do, unequal = STAGES[name], []
+
+    def mount(*arguments: str) -> bool:
+        return subprocess.run(["mount", *arguments, profile.cache], stderr=subprocess.DEVNULL).returncode == 0
+
+    empty(profile)
+    run = Run(do, profile)
+    run.end()
+    expected = Run(left, profile).end()
+    assert expected, name
+
+    def compare(disturbance: str) -> None:
+        try:
+            Run(do, profile).end()
+            found = Run(left, profile).end()
+        except RuntimeError as error:
+            unequal.append(f"{disturbance}: {error}")
+            return
+        if found != expected:
+            differ = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+            unequal.append(f"{disturbance}: {', '.join(differ)}")
+
+    kills = 0
+    for _ in range(3 * points):
+        if kills == points:
+            break
+        empty(profile)
+        after = rng.uniform(0, run.seconds)
+        if Run(do, profile).killed_after(after):
+            kills += 1
+            compare(f"killed after {after:.2f} s")
+
+    said = {}
+    size = sum(path.stat().st_size for path in profile.cache.rglob("*") if path.is_file())
+    small, large = max(size // 2, 8192), 4 * size + 2**26
+    for fault, first, then in (
+        ("full disk", f"size={small}", f"remount,size={large}"),
+        ("read-only folder", "ro", f"remount,rw,size={large}"),
+    ):
+        empty(profile)
+        if not mount("-t", "tmpfs", "-o", first, "tmpfs"):
+            said[fault] = "not tried: only root can mount"
+            continue
+        try:
+            said[fault] = failure(Run(do, profile), profile)
+            mount("-o", then)
+            compare(fault)
+        finally:
+            subprocess.run(["umount", "-l", profile.cache], check=True)
+
+    empty(profile)
+    for one in [Run(do, profile), Run(do, profile)]:
+        said["two at once"] = max(said.get("two at once", ""), failure(one, profile))
+    if said["two at once"] and not said["two at once"].startswith("DataError"):  # which sends the second away
+        unequal.append(f"two at once: {said['two at once']}")
+    compare("two at once")
+    return {
+        "seconds": round(run.seconds, 2),
+        "artefacts": len(expected),
+        "kills": kills,
+        "said": said,
+        "unequal": unequal,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, default=20, help="kills a stage (default: 20)")
+    parser.add_argument("--only", default=",".join(STAGES), help="stages, separated by commas")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(argv)
+    with own_root() as root:
+        from llm_server import chat_server
+
+        from drehr_utils import pipeline
+        from drehr_utils.profiles import load_profile
+
+        profile, found = load_profile(root / "trial.toml"), {}
+        pipeline.matcher(profile)  # once, for all children
+        with chat_server(
+            lambda prompt, body: f"- aspirin\n- {hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
+        ) as server:
+            os.environ["TRIAL_SERVER"] = server.base_url
+            for name in given.only.split(","):
+                found[name] = trial(name, profile, given.points, random.Random(f"{given.seed} {name}"))
+                print(name, json.dumps(found[name]), flush=True)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "command": "python tests/long/interruptions.py",
+        "seed": given.seed,
+        "stages": found,
+    }
+    if given.points >= 20 and set(found) == set(STAGES):
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return any(stage["unequal"] for stage in found.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
