@@ -80,7 +80,7 @@ def dot_interval_plot(
     systems, panels = list(dict.fromkeys(long["system"])), list(dict.fromkeys(long[by]))
     block = [blocks[s] if blocks else s for s in systems]
     colour_of = dict(zip(dict.fromkeys(block), cycle(PALETTE), strict=False)) if blocks else colours(systems)
-    diamond = {"marker": "D", "markerfacecolor": "white", "markeredgecolor": "#666666", "markersize": 4}
+    diamond = {"marker": "D", "markerfacecolor": "none", "markeredgecolor": "#666666", "markersize": 5}
     across = min(columns, len(panels))
     down = math.ceil(len(panels) / across)
     width = SINGLE_COLUMN if across == 1 else DOUBLE_COLUMN
@@ -104,7 +104,7 @@ def dot_interval_plot(
         ax.grid(axis="y", visible=False)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
-    fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
+    label = fig.supxlabel(xlabel or (f"{metrics} (0-100)" if "metric" != by else "Score (0-100)"), fontsize=8)
     labels = colour_of if blocks else {"ours, 95% interval": "#333333"}
     shown = [plt.Line2D([], [], color=c, marker="o", markersize=4, label=name) for name, c in labels.items()]
     if long["paper"].notna().any():
@@ -112,6 +112,8 @@ def dot_interval_plot(
     if chance:
         shown.append(plt.Line2D([], [], color="#666666", linestyle=":", label="chance"))
     fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
+    fig.draw_without_rendering()  # lays the panels out; the label belongs in the middle of them, not of the figure
+    label.set_x((axes[0, 0].get_position().x0 + axes[0, -1].get_position().x1) / 2)
     return fig
 
 
