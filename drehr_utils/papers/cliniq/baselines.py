@@ -11,7 +11,7 @@ import pandas as pd
 from drehr_utils import pipeline
 from drehr_utils.config import START, Resampling
 from drehr_utils.data.benchmark import Benchmark
-from drehr_utils.evaluation import tables
+from drehr_utils.evaluation import claims, tables
 from drehr_utils.evaluation.intervals import bootstrap, paired_randomization_test, percentile_interval
 from drehr_utils.evaluation.metrics import MULTI_METRICS, SINGLE_METRICS, Scores, means, of_group
 from drehr_utils.knowledge.graph import KnowledgeGraph
@@ -126,6 +126,30 @@ def compare(
             sides = per_search(values, *first), per_search(values, *second).replace({"metric": {b: a}})
             rows.append({"first": first, "second": second, "metric": a, **difference(*sides, a, resampling)})
     return pd.DataFrame(rows)
+
+
+def in_words(rows: pd.DataFrame, sign: int | Sequence[int] = 1) -> str:
+    """`compare`'s rows as a claim's cell: each of up to four, with a word where it isn't significant and of this sign;
+    of more, how many are, and which are significant the other way (up to three by name)."""
+    signs = np.broadcast_to(sign, len(rows))
+    found = [claims.verdict(row, s) for (_, row), s in zip(rows.iterrows(), signs, strict=True)]
+    names = [row["metric"] if rows["metric"].is_unique else _name(row) for _, row in rows.iterrows()]
+    if len(rows) <= 4:
+        marks = [{claims.HOLDS: "", claims.REVERSED: " (opposite)"}.get(v, " (not significant)") for v in found]
+        told = zip(names, rows["ours"], marks, strict=True)
+        return ", ".join(f"{name} {ours:+.1f}{mark}" for name, ours, mark in told)
+    opposite = [name for name, v in zip(names, found, strict=True) if v == claims.REVERSED]
+    which = f" ({'; '.join(opposite)})" if 0 < len(opposite) <= 3 else ""
+    so = f"{found.count(claims.HOLDS)} of {len(found)} comparisons have the paper's sign, {len(opposite)} the opposite"
+    return f"{so}{which}; from {rows['ours'].min():+.1f} to {rows['ours'].max():+.1f}"
+
+
+def _name(row: pd.Series) -> str:
+    """What the sides of a comparison are, and where they differ: system (or gain), setting, group; then the metric."""
+    sides = zip(row["first"], row["second"], strict=True)
+    sides = ([" over ".join((part,) if isinstance(part, str) else part) for part in both] for both in sides)
+    parts = [a if a == b else f"{a} against {b}" for a, b in sides]
+    return ", ".join([*(part for part in parts if part != "all"), row["metric"]])
 
 
 def paper_means() -> pd.DataFrame:

@@ -16,6 +16,7 @@ from drehr_utils.papers.cliniq.baselines import (
     SPARSE,
     compare,
     difference,
+    in_words,
     mean,
     paper_means,
     settings,
@@ -127,6 +128,19 @@ def test_comparisons_by_hand(toy):
     assert settings_apart["ours"][0] == pytest.approx(in_multi - 50 / 3)
     average = paper_means().query("system == 'RRF' and setting == 'multi' and group == 'all' and metric == 'Average'")
     assert average["value"].item() == pytest.approx((67.04 + 68.74 + 61.92) / 3)
+
+
+def test_comparisons_in_words():
+    sides = {"first": ("RRF", "multi", "all"), "second": ("BM25", "multi", "all"), "low": 0.0, "high": 0.0}
+    rows = pd.DataFrame([sides | {"metric": m, "ours": 2.0, "p": p} for m, p in [("MRR", 0.001), ("MAP", 0.5)]])
+    assert in_words(rows) == "MRR +2.0, MAP +2.0 (not significant)"
+    assert in_words(rows, [-1, 1]) == "MRR +2.0 (opposite), MAP +2.0 (not significant)"
+    gain = (("RRF", "BM25"), "single", "drug"), (("RRF", "BM25"), "single", "disease")
+    other = dict(zip(("first", "second"), gain, strict=True)) | {"metric": "MRR", "ours": -3.0, "p": 0.001}
+    assert in_words(pd.concat([rows, rows, pd.DataFrame([other])])) == (
+        "2 of 5 comparisons have the paper's sign, 1 the opposite "
+        "(RRF over BM25, single, drug against disease, MRR); from -3.0 to +2.0"
+    )
 
 
 def test_settings(monkeypatch, tmp_path):
