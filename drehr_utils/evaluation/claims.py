@@ -73,7 +73,8 @@ def judge(rows: pd.DataFrame, sign: int | Sequence[int] = 1, budget: str = "", e
         sure = "" if math.isnan(row.get("p", math.nan)) else f", p {row['p']:.4f}"
         return Judged(said, f"{row['ours']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]{sure}", budget)
     spread = f"{rows['ours'].min():+.1f} to {rows['ours'].max():+.1f}"
-    return Judged(said, f"{up} of {len(found)}{each and ' ' + each} so, {down} the other way; {spread}", budget)
+    counted = f"{up} of {len(found)}{each and ' ' + each} significantly so, {down} significantly the other way"
+    return Judged(said, f"{counted}; {spread}", budget)
 
 
 def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = "") -> Judged:
