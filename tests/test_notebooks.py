@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 
 from drehr_utils import run
-from drehr_utils.profiles import ROOT
+from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.use import provenance
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
@@ -32,11 +34,30 @@ def test_committed_notebook_is_executed_clean_and_short_celled(path):
     assert "profile.name ==" not in text and "profile.name !=" not in text
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_committed_outputs_belong_to_these_cells_data_and_records(path):
+    assert not provenance.changed(path, ROOT), f"./run_all.sh --only {path.stem[:2]}"
+
+
 def test_the_log_of_what_read_test_is_whole():
-    """A notebook whose code names the test split has a row in 00's log, and each notebook one in its map."""
-    start = next(path for path in NOTEBOOKS if path.name.startswith("00")).read_text()
-    logged = {n for cells in re.findall(r"\| ([\d, ]+) \| [^|]*\|", start) for n in cells.split(", ")}
+    """A notebook that opened a file of the test split, or whose code names it, has a row in 00's log."""
+    log = _cell_of_00("Who has read the test split")
+    logged = {n for cells in re.findall(r"^\| ([\d, ]+) \|", log, re.MULTILINE) for n in cells.split(", ")}
     for path in NOTEBOOKS:
-        code = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
-        assert path.stem[:2] in logged or not any('"test"' in source for source in code), path.name
-        assert path.stem.startswith("00") or f"({path.name})" in start
+        notebook = json.loads(path.read_text())
+        code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+        opened = any("/open_cliniq/test/" in f"/{name}" for name in notebook["metadata"]["drehr"]["read"])
+        assert path.stem[:2] in logged or not (opened or any('"test"' in source for source in code)), path.name
+
+
+def test_00_has_every_notebook_in_its_map_and_no_knob_that_isnt_there():
+    ways = _cell_of_00("The way through")
+    assert all(f"({path.name})" in ways for path in NOTEBOOKS[1:])
+    rows = re.findall(r"^\| [\d, to]+ \| ([^|]+) \|", _cell_of_00("What a change reruns"), re.MULTILINE)
+    knobs = re.findall(r"`(\w+)`", " ".join(rows))
+    assert len(knobs) > 10 and set(knobs) <= {field.name for field in fields(Profile)}
+
+
+def _cell_of_00(heading: str) -> str:
+    cells = ("".join(cell["source"]) for cell in json.loads(NOTEBOOKS[0].read_text())["cells"])
+    return next(source for source in cells if re.match(rf"#+ {heading}\n", source))
