@@ -168,16 +168,17 @@ def stages_plot(text: str, stages: Mapping[str, Mapping[str, Sequence[str]]]) ->
     ax.set_axis_off()
     look = {"ha": "center", "va": "center", "fontsize": 6, "zorder": 3}
     box = {"boxstyle": "round,pad=0.5", "facecolor": "white"}
-    ax.text(0.5, 0.5, textwrap.fill(text, 44), bbox=box | {"edgecolor": "#666666"}, **look)
-    sides = zip(PALETTE, (0.14, 0.86), (0.27, 0.73), (0.33, 0.67), stages.items(), strict=False)
-    for colour, x, edge, middle, (stage, sources) in sides:
+    ax.text(0.5, 0.5, textwrap.fill(text, 44), bbox=box | {"edgecolor": "#666666"}, **look | {"zorder": 4})
+    sides = zip(PALETTE, (0.14, 0.86), (1, 0), stages.items(), strict=False)
+    for colour, x, inner, (stage, sources) in sides:
         ax.text(x, 1.04, stage, ha="center", weight="bold", color=colour)
         told = [f"{source}\n{textwrap.fill('; '.join(terms) or 'none', 32)}" for source, terms in sources.items()]
         heights = [part.count("\n") + 2.4 for part in told]
+        # From the middle of the chunk's box, which hides where it begins, to the near edge of the source's.
+        arrow = {"arrowstyle": "<-", "color": colour, "relpos": (inner, 0.5), "shrinkA": 1}
         for i, part in enumerate(told):
             y = 1 - (sum(heights[:i]) + heights[i] / 2) / sum(heights)
-            ax.annotate("", (edge, y), (middle, 0.5), arrowprops={"arrowstyle": "->", "color": colour})
-            ax.text(x, y, part, bbox=box | {"edgecolor": colour}, **look)
+            ax.annotate(part, (0.5, 0.5), (x, y), arrowprops=arrow, bbox=box | {"edgecolor": colour}, **look)
     return fig
 
 
