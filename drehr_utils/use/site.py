@@ -35,7 +35,7 @@ _DIRECTIVES = {"classmethod": "classmethod", "staticmethod": "staticmethod"} | d
 
 def build(source: Path = ROOT, out: Path = OUT) -> Path:
     """The site of the checkout `source`, in out/html. Raises DataError, saying what is wrong or missing."""
-    if not all(map(importlib.util.find_spec, ("myst_nb", "sphinx_book_theme"))):
+    if not all(map(importlib.util.find_spec, ("latex2mathml", "myst_nb", "sphinx_book_theme"))):
         raise DataError("the site needs Sphinx: pip install -c requirements.lock '.[site]'")
     shutil.rmtree(out, ignore_errors=True)
     stage(source, out / "pages")
@@ -83,7 +83,8 @@ def module_of(file: Path) -> str:
 
 
 def _module_page(tree: ast.Module, module: str) -> Iterator[str]:
-    yield f"# {module.removeprefix('drehr_utils.')}\n\n:::{{py:module}} {module}\n:::\n\n{ast.get_docstring(tree) or ''}\n"
+    yield f"# {module.removeprefix('drehr_utils.')}\n\n:::{{py:module}} {module}\n:::\n"
+    yield f"{ast.get_docstring(tree) or ''}\n"
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             yield from _described(node)

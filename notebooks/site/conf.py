@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from docutils.nodes import SkipNode
-from docutils.utils.math.latex2mathml import tex2mathml
+from latex2mathml.converter import convert
 from sphinx.pycode import ModuleAnalyzer
 
 from drehr_utils import __version__
@@ -27,7 +27,12 @@ MENU = {
 }
 
 html_theme, html_static_path, html_css_files = "sphinx_book_theme", ["static"], ["site.css"]
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],  # the sidebar has a search
+}
 html_copy_source, html_show_copyright, html_show_sphinx = False, False, False
 html_math_renderer = "mathml"  # a browser's own: no script from elsewhere
 
@@ -36,6 +41,7 @@ myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_all_links_external = True  # as written: `follow` sees to them, as to those in a table that a notebook shows
 myst_heading_anchors, myst_heading_slug_func = 6, anchor_key
 suppress_warnings = ["config.cache"]  # of that function, which can't be pickled
+add_module_names = False
 python_maximum_signature_line_length = 90
 python_display_short_literal_types = True
 viewcode_follow_imported_members = False
@@ -73,7 +79,8 @@ def follow(app, docname, template, context, doctree):
             uri = f"#{named}" if named in env.domaindata["py"]["objects"] else ""
         if page in env.all_docs:
             if anchor:
-                uri = f"#{env.metadata[page]['myst_slugs'][anchor_key(unquote(anchor))][1]}"
+                slugs = env.metadata[page].get("myst_slugs", {})
+                uri = "#" + slugs.get(anchor_key(unquote(anchor)), ("", anchor))[1]
             return match[0].replace(match[1], html.escape(app.builder.get_relative_uri(docname, page) + uri))
         if file.parts[0] not in ("data", "figures", "tests") or file.parts[1] in ("cache", "public"):
             return match[0]  # the check for dead links will say so
@@ -87,7 +94,7 @@ def follow(app, docname, template, context, doctree):
 
 def mathml(block):
     def visit(self, node):
-        self.body.append(tex2mathml(node.astext(), as_block=block))
+        self.body.append(convert(node.astext(), display="block" if block else "inline"))
         raise SkipNode
 
     return visit, None
