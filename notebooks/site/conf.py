@@ -94,7 +94,8 @@ def follow(app, docname, template, context, doctree):
 
 def mathml(block):
     def visit(self, node):
-        self.body.append(convert(node.astext(), display="block" if block else "inline"))
+        formula = convert(node.astext(), display="block" if block else "inline")
+        self.body.append(f'<div class="equation">{formula}</div>' if block else formula)
         raise SkipNode
 
     return visit, None
