@@ -8,6 +8,8 @@ usage() {
   cat <<'USAGE'
 Usage: ./run_all.sh [options]             run the notebooks, and show where each result went
        ./run_all.sh test [pytest args]    run the tests
+       ./run_all.sh site                  make a site of the executed notebooks, the texts and the API in data/cache/site/html
+                                          (its packages are installed first if need be)
 
 Options:
   --profile NAME               open (default): the open data, on a laptop, notebooks executed in place
@@ -101,5 +103,12 @@ fi
 if [[ ${1:-} == test ]]; then
   shift
   exec "$python" -m pytest "$@"
+fi
+if [[ ${1:-} == site ]]; then
+  # An environment of one's own is left alone: the module says what it lacks.
+  if [[ -z ${DREHR_PYTHON:-} ]] && ! "$python" -c 'import latex2mathml, myst_nb, sphinx_book_theme' 2>/dev/null; then
+    "$python" -m pip install -qq --no-build-isolation -c requirements.lock -e '.[site]'
+  fi
+  exec "$python" -m drehr_utils.use.site
 fi
 exec "$python" -m drehr_utils.run "$@"

@@ -1,11 +1,15 @@
 """An ordinary installation holds every room, and finds its data or says what is missing."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
+import yaml
 
+import drehr_utils
 from drehr_utils.profiles import ROOT
 
 
@@ -15,8 +19,8 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "drehr_utils", "pyproject.toml", "LICENSE", "data/models",
-         "data/open_kg"],
+        ["git", "ls-files", "-co", "--exclude-standard", "drehr_utils", "pyproject.toml", "LICENSE", "README.md",
+         "data/models", "data/open_kg"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     for name in files:  # a copy: setuptools writes into the source folder
@@ -42,6 +46,19 @@ def test_the_wheel_holds_graph_and_weights(installed):
         listed = ["git", "ls-files", "-co", "--exclude-standard", folder]
         files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
         assert files and all((share / name).read_bytes() == (ROOT / name).read_bytes() for name in files)
+
+
+def test_the_release_is_one_version(installed):
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (metadata,) = installed.glob("drehr_utils-*.dist-info/METADATA")
+    released = re.search(r"^## (\d\S*) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released.groups() == (cited["version"], str(cited["date-released"]))
+    assert cited["version"] == drehr_utils.__version__
+    assert f"\nVersion: {drehr_utils.__version__}\n" in metadata.read_text()
+    assert cited["license"] == project["license"] and len(cited["references"]) == 5
+    optional = set(re.findall(r"Provides-Extra: (.+)", metadata.read_text()))
+    assert {"search", "site"} <= optional == set(project["optional-dependencies"])
 
 
 def run(installed, cwd, code):

@@ -1,0 +1,69 @@
+"""The site of a small checkout, built by Sphinx: its links, what a protected notebook showed, and a dead link's end."""
+
+import json
+import shutil
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+for name in ("latex2mathml", "myst_nb", "sphinx_book_theme"):
+    pytest.importorskip(name, reason="the site's packages aren't in requirements.lock: pip install '.[site]'")
+
+from drehr_utils.errors import DataError  # noqa: E402
+from drehr_utils.profiles import ROOT  # noqa: E402
+from drehr_utils.use import site  # noqa: E402
+
+pytestmark = pytest.mark.slow
+TABLE = """<table><tr>
+<td><a href="../figures/tables/t.csv">t</a> <a href="01_b.ipynb#The-authors%27-loss">b</a></td>
+</tr></table>"""
+
+
+def notebook(path, title, code, shown):
+    output = new_output("display_data", {"text/html": shown})
+    cells = [new_markdown_cell(title), new_code_cell(code, outputs=[output], execution_count=1)]
+    path.write_text(json.dumps(new_notebook(cells=cells)))
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    for name in ("notebooks", "figures/tables", "data/models/drehr-improved", "drehr_utils/llm"):
+        (folder / name).mkdir(parents=True)
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "data/models/drehr-improved/README.md"):
+        (folder / name).write_text(f"# Of {name}\n\n## It's here\n")
+    (folder / "README.md").write_text("# Small\n\n[card](data/README.md#its-here) [a](notebooks/00_a.ipynb)\n")
+    (folder / "figures/tables/t.csv").write_text("x\n1\n")
+    for name in ("errors.py", "files.py", "llm/strict.py"):
+        shutil.copy(ROOT / "drehr_utils" / name, folder / "drehr_utils" / name)
+    about = "# First\n\n[files](../drehr_utils/files.py), [files.naming](../drehr_utils/files.py), $\\tfrac12$"
+    notebook(folder / "notebooks/00_a.ipynb", about, "profile = 'open'", TABLE)
+    notebook(folder / "notebooks/01_b.ipynb", "# Second\n\n## The authors' loss", "profile = 'mimic'", "zephyrine")
+    notebook(folder / "notebooks/scratch.ipynb", "# zephyrine", "1", "zephyrine")
+    return folder
+
+
+def test_pages_links_and_nothing_protected(checkout, tmp_path):
+    html = site.build(checkout, tmp_path / "site")
+    assert (html / "index.html").read_bytes() == (html / "README.html").read_bytes()
+    first = (html / "notebooks/00_a.html").read_text()
+    assert 'href="../api/drehr_utils.files.html"' in first
+    assert 'href="../api/drehr_utils.files.html#drehr_utils.files.naming"' in first
+    assert 'href="01_b.html#the-authors-loss"' in first and "<math" in first
+    assert (html / "figures/tables/t.csv").read_text() == "x\n1\n"
+    assert 'href="data/README.html#it-s-here"' in (html / "README.html").read_text()
+    assert "_modules/drehr_utils/files.html" in (html / "api/drehr_utils.files.html").read_text()
+    assert "naming" in (html / "searchindex.js").read_text()
+    held = [path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"zephyrine" in path.read_bytes()]
+    assert not held
+
+
+def test_what_leads_nowhere_is_an_error(checkout, tmp_path, capfd):
+    (checkout / "README.md").write_text("# Small\n\n[gone](gone.md) [place](data/README.md#no-such)\n")
+    with pytest.raises(DataError) as error:
+        site.build(checkout, tmp_path / "site")
+    assert "README.html: gone.md" in str(error.value) and "no-such" in str(error.value)
+    (checkout / "README.md").write_text("# Small\n\n![gone](gone.png)\n")
+    with pytest.raises(DataError, match="warnings"):
+        site.build(checkout, tmp_path / "site")
+    assert "gone.png" in capfd.readouterr().err
