@@ -19,15 +19,15 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-
-from transformers.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING
 
 from drehr_utils.data.notes import Note, note_tables, read_any_notes
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge import vocabularies
 from drehr_utils.profiles import ROOT, load_profile
-from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
-from drehr_utils.search.index import Hit, NoteIndex
+
+if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help and a wrong path are answered at once
+    from drehr_utils.search.hybrid import Hybrid
+    from drehr_utils.search.index import Hit
 
 INDEX, MODEL = Path("drehr-index"), Path("drehr-model")
 SHIPPED = ROOT / "data/models/drehr-improved"
@@ -40,6 +40,9 @@ def inside(model: Path) -> Path:
 
 def hybrid_of(model: Path = SHIPPED) -> Hybrid:
     """The hybrid of a folder that Hybrid.save or `train` wrote, or of an encoder's folder and the open graph."""
+    from drehr_utils.knowledge import vocabularies
+    from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
+
     model = inside(model)
     whole = (model / GRAPH_FOLDER).is_dir()
     return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
@@ -53,13 +56,14 @@ def read(options: argparse.Namespace) -> list[Note]:
 
 
 def train(options: argparse.Namespace) -> None:
-    from drehr_utils.use import train_search  # what it needs takes seconds to import
-
     if options.llm:
         os.environ["DREHR_LLM_BASE_URL"] = options.llm
     tables = options.notes.is_dir() and note_tables(options.notes)
+    notes = None if tables else read(options)
+    from drehr_utils.use import train_search
+
     train_search.train_on(
-        options.notes, None if tables else read(options), options.out, inside(options.start), steps=options.steps,
+        options.notes, notes, options.out, inside(options.start), steps=options.steps,
         batch=options.batch, answers=options.answers, llm=bool(options.llm),
     )  # fmt: skip
     print(f"{options.out}/: trained; drehr-search index {options.notes} --model {options.out} --index NEW")
@@ -67,6 +71,8 @@ def train(options: argparse.Namespace) -> None:
 
 def make_index(options: argparse.Namespace) -> None:
     notes = read(options)
+    from drehr_utils.search.index import NoteIndex
+
     new = not options.index.exists() or not any(options.index.iterdir())
     if new:
         index = NoteIndex.create(options.index, hybrid_of(options.model or SHIPPED))
@@ -83,6 +89,8 @@ def make_index(options: argparse.Namespace) -> None:
 
 
 def ask(options: argparse.Namespace) -> None:
+    from drehr_utils.search.index import NoteIndex
+
     index = NoteIndex.open(options.index)
     if options.query is None and sys.stdin.isatty():
         print("One query a line; an empty line ends.", file=sys.stderr)
@@ -145,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     own.add_argument("--batch", type=_number, default=32, metavar="N", help="chunks a step (32)")
     answers = own.add_mutually_exclusive_group()
     answers.add_argument("--answers", type=Path, metavar="FILE", help="a language model's entities, as JSON lines "
-                         "(CONTRIBUTING.md); without them, what the graph finds in the notes")  # fmt: skip
+                         "(data/README.md); without them, what the graph finds in the notes")  # fmt: skip
     answers.add_argument("--llm", metavar="URL", help="ask a server for them: http://localhost:8000/v1, with its model "
                          "in DREHR_LLM_MODEL; one outside of this machine's network is refused")  # fmt: skip
     for command in (index, query):
@@ -158,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
             "--patient-column", default="subject_id", help="of a CSV (subject_id; without it, each note's own)"
         )
     options = parser.parse_args(arguments)
-    disable_progress_bar()  # of loading weights; indexing has its own
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of loading weights; indexing has its own
     try:
         options.run(options)
     except DataError as error:

@@ -134,16 +134,18 @@ def test_killed_it_goes_on_and_ends_with_the_same_weights(notes, model, tmp_path
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def start(out: Path) -> subprocess.Popen:
-        return subprocess.Popen([*command, *trained(notes, model, out, "--steps", "60")], env=environment)
+        run = [*command, *trained(notes, model, out, "--steps", "60")]
+        return subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True)
 
-    assert start(tmp_path / "whole").wait(timeout=300) == 0
+    assert "55 more steps" in start(tmp_path / "whole").communicate(timeout=300)[0]
     process = start(tmp_path / "killed")
     while not list((tmp_path / "killed").glob("checkpoints/*/checkpoint-25/trainer_state.json")):
         assert process.poll() is None
         time.sleep(0.005)
     process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL and not (tmp_path / "killed/hybrid").exists()
-    assert start(tmp_path / "killed").wait(timeout=300) == 0
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "killed/hybrid").exists()
+    assert "30 more steps" in start(tmp_path / "killed").communicate(timeout=300)[0]  # from the checkpoint at 25
     ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "whole")
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
     (log,) = (tmp_path / "killed/models").glob("*/loss.csv")
