@@ -171,6 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.run(options)
     except DataError as error:
         parser.exit(1, f"drehr-search: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\ndrehr-search: stopped\n")
 
 
 def _number(text: str) -> int:
