@@ -143,9 +143,11 @@ def requests(profile: Profile, task: str) -> list[prompts.Request]:
 
 
 def answers(profile: Profile, task: str, progress: bool = True) -> Answers:
-    """Recorded and stored answers, and a server's for the rest where one is set (see servers)."""
+    """Recorded and stored answers, and a server's for the rest where one is set (see servers); none where all of them
+    may be missing."""
+    asked = requests(profile, task) if profile.unanswered < 1 else []
     return client.answer_all(
-        requests(profile, task), recorded=profile.recorded_answers, store=profile.cache / "llm/answers.sqlite",
+        asked, recorded=profile.recorded_answers, store=profile.cache / "llm/answers.sqlite",
         server=servers.server_from_env(), progress=progress,
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ class Profile:
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
     real_notes: bool = False  # ACI-Bench's notes train beside these, and in stage I MTS-Dialog's sections (public_data)
     recorded_answers: tuple[Path, ...] = (ROOT / "data/llm_answers/train.jsonl.gz",)
-    unanswered: float = 0.0  # share of a language model's answers that may be missing; its chunks are then left out
+    unanswered: float = 0.0  # share of a language model's answers that may be missing; 1: none is asked for
     encoder: str = MINILM
     pooling: str | None = None  # None: as the starting weights were trained
     max_train_notes: int | None = None

@@ -2,45 +2,77 @@
 
     drehr-search index NOTES                    # MIMIC tables, a folder of .txt files, or a CSV with a text column
     drehr-search query "shortness of breath"    # --patient ID, --top 20, --json; no query: from stdin, one a line
+    drehr-search train NOTES                    # an encoder of your own: then index NOTES --model drehr-model
 
-`index` adds what is new or changed, and goes on where it was cut off. The index is a folder that only you can read and
-that git ignores; nothing leaves the machine.
+`index` adds what is new or changed; it and `train` go on where they were cut off. What they write is a folder that only
+you can read and that git ignores; nothing leaves the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers.utils.logging import disable_progress_bar
-
-from drehr_utils.data.notes import read_any_notes
+from drehr_utils.data.notes import Note, note_tables, read_any_notes
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge import vocabularies
 from drehr_utils.profiles import ROOT, load_profile
-from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
-from drehr_utils.search.index import Hit, NoteIndex
 
-INDEX = Path("drehr-index")
+if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help and a wrong path are answered at once
+    from drehr_utils.search.hybrid import Hybrid
+    from drehr_utils.search.index import Hit
+
+INDEX, MODEL = Path("drehr-index"), Path("drehr-model")
 SHIPPED = ROOT / "data/models/drehr-improved"
 
 
+def inside(model: Path) -> Path:
+    """Where the hybrid lies in a folder that `train` wrote; else the folder as it is."""
+    return model / "hybrid" if (model / "hybrid").is_dir() else model
+
+
 def hybrid_of(model: Path = SHIPPED) -> Hybrid:
-    """The hybrid of a folder that Hybrid.save wrote, or of an encoder's folder and the open graph."""
+    """The hybrid of a folder that Hybrid.save or `train` wrote, or of an encoder's folder and the open graph."""
+    from drehr_utils.knowledge import vocabularies
+    from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
+
+    model = inside(model)
     whole = (model / GRAPH_FOLDER).is_dir()
     return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
 
 
-def make_index(options: argparse.Namespace) -> None:
+def read(options: argparse.Namespace) -> list[Note]:
     notes, report = read_any_notes(options.notes, options.text_column, options.id_column, options.patient_column)
     for reason, found in report.frame().iloc[1:].groupby("what"):
         print(f"{reason}: {found['rows'].sum()}, the first in row {found['first at row'].iloc[0]:.0f}", file=sys.stderr)
+    return notes
+
+
+def train(options: argparse.Namespace) -> None:
+    if options.llm:
+        os.environ["DREHR_LLM_BASE_URL"] = options.llm
+    tables = options.notes.is_dir() and note_tables(options.notes)
+    notes = None if tables else read(options)
+    from drehr_utils.use import train_search
+
+    train_search.train_on(
+        options.notes, notes, options.out, inside(options.start), steps=options.steps,
+        batch=options.batch, answers=options.answers, llm=bool(options.llm),
+    )  # fmt: skip
+    print(f"{options.out}/: trained; drehr-search index {options.notes} --model {options.out} --index NEW")
+
+
+def make_index(options: argparse.Namespace) -> None:
+    notes = read(options)
+    from drehr_utils.search.index import NoteIndex
+
     new = not options.index.exists() or not any(options.index.iterdir())
     if new:
         index = NoteIndex.create(options.index, hybrid_of(options.model or SHIPPED))
@@ -57,6 +89,8 @@ def make_index(options: argparse.Namespace) -> None:
 
 
 def ask(options: argparse.Namespace) -> None:
+    from drehr_utils.search.index import NoteIndex
+
     index = NoteIndex.open(options.index)
     if options.query is None and sys.stdin.isatty():
         print("One query a line; an empty line ends.", file=sys.stderr)
@@ -97,35 +131,54 @@ def show(hit: Hit, place: int, colour: bool = False) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("drehr-search", description=__doc__, formatter_class=_FORMAT)
-    commands = parser.add_subparsers(required=True, metavar="index | query")
+    commands = parser.add_subparsers(required=True, metavar="index | query | train")
     index = commands.add_parser(
         "index", help="make an index of notes, or bring one up to date", formatter_class=_FORMAT
     )
     index.set_defaults(run=make_index)
-    index.add_argument("notes", type=Path, metavar="NOTES", help="folder in MIMIC's layout, folder of .txt, or CSV")
-    index.add_argument("--model", type=Path, help="of a new index: an encoder or hybrid; without it, the shipped one")
-    index.add_argument("--text-column", default="text", help="of a CSV (text)")
-    index.add_argument("--id-column", default="note_id", help="of a CSV (note_id; without it, the row's number)")
-    index.add_argument(
-        "--patient-column", default="subject_id", help="of a CSV (subject_id; without it, each note's own)"
-    )
+    index.add_argument("--model", type=Path, help="of a new index: what train made, or an encoder (the shipped hybrid)")
     index.add_argument("--remove-gone", action="store_true", help="take out the notes that aren't in NOTES any more")
     query = commands.add_parser("query", help="search an index", formatter_class=_FORMAT)
     query.set_defaults(run=ask)
     query.add_argument("query", nargs="?", help="an entity: a disease, a procedure, a drug, a finding")
     query.add_argument("--patient", help="search this patient's notes alone")
-    query.add_argument("--top", type=int, default=10, metavar="N")
+    query.add_argument("--top", type=_number, default=10, metavar="N")
     query.add_argument("--json", action="store_true", help="one JSON object a query")
+    own = commands.add_parser("train", help="train an encoder on notes, to index them with", formatter_class=_FORMAT)
+    own.set_defaults(run=train)
+    own.add_argument("--out", type=Path, default=MODEL, metavar="FOLDER", help=f"({MODEL})")
+    own.add_argument("--from", type=Path, default=SHIPPED, dest="start", metavar="MODEL", help="what goes on "
+                     "training, like --model; minilm: an encoder that saw no notes (the shipped hybrid)")  # fmt: skip
+    own.add_argument("--steps", type=_number, metavar="N", help="(6 times all chunks, but at most 300 steps)")
+    own.add_argument("--batch", type=_number, default=32, metavar="N", help="chunks a step (32)")
+    answers = own.add_mutually_exclusive_group()
+    answers.add_argument("--answers", type=Path, metavar="FILE", help="a language model's entities, as JSON lines "
+                         "(data/README.md); without them, what the graph finds in the notes")  # fmt: skip
+    answers.add_argument("--llm", metavar="URL", help="ask a server for them: http://localhost:8000/v1, with its model "
+                         "in DREHR_LLM_MODEL; one outside of this machine's network is refused")  # fmt: skip
     for command in (index, query):
         command.add_argument("--index", type=Path, default=INDEX, metavar="FOLDER", help=f"({INDEX})")
+    for command in (index, own):
+        command.add_argument("notes", type=Path, metavar="NOTES", help="MIMIC's tables, a folder of .txt, or a CSV")
+        command.add_argument("--text-column", default="text", help="of a CSV (text)")
+        command.add_argument("--id-column", default="note_id", help="of a CSV (note_id; without it, the row's number)")
+        command.add_argument(
+            "--patient-column", default="subject_id", help="of a CSV (subject_id; without it, each note's own)"
+        )
     options = parser.parse_args(arguments)
-    if options.run is ask and options.top < 1:
-        parser.error(f"--top {options.top}: at least 1")
-    disable_progress_bar()  # of loading weights; indexing has its own
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of loading weights; indexing has its own
     try:
         options.run(options)
     except DataError as error:
         parser.exit(1, f"drehr-search: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\ndrehr-search: stopped\n")
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number of at least 1")
+    return int(text)
 
 
 _FORMAT = argparse.RawDescriptionHelpFormatter

@@ -134,3 +134,11 @@ def test_a_torn_index_is_named(folder, model, tmp_path, capsys):
         with pytest.raises(SystemExit):
             search.main(["query", "sob", *arguments, *at])
         assert said in capsys.readouterr().err
+    (tmp_path / "index/words.json.gz").unlink()
+    (tmp_path / "index/graph.json").write_text("{")
+    with pytest.raises(SystemExit):
+        search.main(["query", "sob", *at])
+    assert "graph.json, row 1, column 2: not JSON" in capsys.readouterr().err
+    (tmp_path / "index/graph.json").unlink()
+    search.main(["query", "shortness of breath", *at])  # the hybrid's folder has the graph, too
+    assert "dyspnea, sob" in capsys.readouterr().out

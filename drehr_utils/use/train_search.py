@@ -1,0 +1,130 @@
+"""What `drehr-search train` does: notebooks 01 to 05 on one's own notes, by the functions that they call.
+
+A folder that its user alone can read, and that git ignores, holds what is made on the way, notes among it; in `hybrid/`
+is what `drehr-search index --model` takes. The same call goes on where one was cut off.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+from transformers import TrainerCallback
+
+from drehr_utils import artifacts, files, pipeline
+from drehr_utils.config import Recipe
+from drehr_utils.data.notes import NOTE_COLUMNS, Note
+from drehr_utils.errors import DataError
+from drehr_utils.knowledge import normalization, vocabularies
+from drehr_utils.knowledge.graph import KnowledgeGraph, save_bios
+from drehr_utils.profiles import PROFILES
+from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
+from drehr_utils.training import encoders
+
+HYBRID, LOCK = "hybrid", ".lock"
+MOST_STEPS = 300  # unless a number is given: what the shipped weights took, some 20 minutes on 2 cores
+MEASURED_STEPS = 4  # the first, which also waits for the processor's caches, isn't among them
+
+
+def train_on(
+    source: Path,
+    notes: Sequence[Note] | None,
+    out: Path,
+    start: Path,
+    *,
+    steps: int | None = None,
+    batch: int = 32,
+    answers: Path | None = None,
+    llm: bool = False,
+) -> Path:
+    """The hybrid's folder, of an encoder that goes on from `start` by the improved recipe: on the entities of a
+    language model (its `answers`, or asked for with `llm`: servers.server_from_env), else on stage I's positives.
+
+    `notes`: None where `source` is a folder in MIMIC's layout, whose splits count; else all of them train. Raises
+    DataError for a folder that holds something else, no match with the graph, and too few chunks for a batch."""
+    if out.exists() and any(out.iterdir()) and not (out / LOCK).exists():
+        raise DataError(f"{out.name}/: isn't empty, and no training of ours; name a new folder with --out")
+    before = Hybrid.load(start, KnowledgeGraph())
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.keep_private(out)
+    files.write_atomically(out / ".gitignore", b"*\n")
+    with artifacts.lock(out / LOCK, "training on notes", wait=False):
+        asked = bool(answers or llm)
+        profile = replace(
+            PROFILES["full"],
+            name=str(out.absolute()),  # so profile.cache is this folder
+            protected=True,
+            notes=source if notes is None else _as_tables(notes, out / "notes"),
+            benchmark=None,
+            bios=_graph_folder(start, out),
+            recorded_answers=(answers,) if answers else (),
+            unanswered=0.01 if asked else 1.0,
+            encoder=str(start),
+        )
+        before.graph = pipeline.knowledge_graph(profile)
+        sets = pipeline.stage2_sets(profile) if asked else pipeline.stage1_sets(profile)
+        found = np.count_nonzero(np.diff(sets.offsets))
+        if not found:
+            raise DataError(f"{source.name}: no name of the graph is in its {len(sets)} chunks: nothing to learn")
+        if found < batch:
+            said = f"{found} of {len(sets)} chunks have an entity, and a batch takes {batch}"
+            raise DataError(f"{source.name}: {said}; give more notes, or --batch {found} or less")
+        epochs = profile.improved.stage2.epochs
+        steps = steps or min(MOST_STEPS, int(found // batch * epochs))
+        print(f"{len(sets)} chunks, {found} of them with an entity; {steps} steps of {batch} chunks", flush=True)
+        config = replace(profile.improved.stage2, batch_size=batch, epochs=steps, max_steps=steps)
+        reads = _reads_names(before)
+        recipe = Recipe(stage2=config, read_names=not reads) if asked else Recipe(config, read_names=not reads)
+        folder, _ = pipeline.train_recipe(profile, recipe, [_Estimate()])
+        artifacts.remove(out / HYBRID)
+        trained = Hybrid(encoders.load_encoder(folder), before.graph, before.weights)
+        return artifacts.cached_folder(out / HYBRID, trained.save)
+
+
+def _as_tables(notes: Sequence[Note], folder: Path) -> Path:
+    """The notes in MIMIC-IV's layout, all of them for training."""
+    tables = {"discharge": [NOTE_COLUMNS, *map(astuple, notes)]}
+    tables["splits"] = [("subject_id", "note_id", "split"), *((n.subject_id, n.note_id, "train") for n in notes)]
+    for name, rows in tables.items():
+        file = io.StringIO(newline="")
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+        files.write_atomically(folder / f"{name}.csv.gz", file.getvalue().encode())
+    return folder
+
+
+def _graph_folder(start: Path, out: Path) -> Path:
+    """The graph beside the encoder to start from, else the open one."""
+    if (start / GRAPH_FOLDER).is_dir():
+        return start / GRAPH_FOLDER
+    open_kg = PROFILES["open"].open_kg
+    place = out / f"graph-{artifacts.digest(vocabularies.build_open_kg, *vocabularies.made_of(open_kg))}"
+    return artifacts.cached_folder(place, lambda partial: save_bios(vocabularies.build_open_kg(open_kg), partial))
+
+
+def _reads_names(hybrid: Hybrid) -> bool:
+    """Whether the encoder's tokenizer has the rules for the graph's names already (normalization)."""
+    tokenizer = hybrid.encoder.tokenizer
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    names = normalization.opaque_names(hybrid.graph, tokenizer)
+    return normalizer is not None and any(normalizer.normalize_str(name) == term for name, term in names.items())
+
+
+class _Estimate(TrainerCallback):
+    """Says after a few steps how long the others will take."""
+
+    def on_train_begin(self, args, state, control, **_):
+        self.first = state.global_step + 1
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.first:
+            self.since = time.monotonic()
+        elif state.global_step == self.first + MEASURED_STEPS:
+            left = state.max_steps - state.global_step
+            seconds = (time.monotonic() - self.since) / MEASURED_STEPS * left
+            about = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+            print(f"\n{left} more steps: about {about}; stopped, it goes on when called again", flush=True)
