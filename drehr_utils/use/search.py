@@ -22,10 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from drehr_utils.data.notes import read_any_notes
 from drehr_utils.errors import DataError
+from drehr_utils.files import hide_messages
 from drehr_utils.knowledge import vocabularies
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
-from drehr_utils.search.index import Hit, NoteIndex
+from drehr_utils.search.index import Hit, NoteIndex, is_new
 
 INDEX = Path("drehr-index")
 SHIPPED = ROOT / "data/models/drehr-improved"
@@ -41,8 +42,7 @@ def make_index(options: argparse.Namespace) -> None:
     notes, report = read_any_notes(options.notes, options.text_column, options.id_column, options.patient_column)
     for reason, found in report.frame().iloc[1:].groupby("what"):
         print(f"{reason}: {found['rows'].sum()}, the first in row {found['first at row'].iloc[0]:.0f}", file=sys.stderr)
-    new = not options.index.exists() or not any(options.index.iterdir())
-    if new:
+    if is_new(options.index):
         index = NoteIndex.create(options.index, hybrid_of(options.model or SHIPPED))
     elif options.model:
         raise DataError(f"{options.index.name}/: has its model already; leave --model out, or name a new folder")
@@ -122,6 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.run is ask and options.top < 1:
         parser.error(f"--top {options.top}: at least 1")
     disable_progress_bar()  # of loading weights; indexing has its own
+    hide_messages()
     try:
         options.run(options)
     except DataError as error:
