@@ -249,9 +249,8 @@ def plant(root: Path, seed: int | None = None) -> Place:
     return place
 
 
-def join_release(place: Place, **given: str) -> tuple[int, str]:
-    """The command that joins the release with MIMIC-III."""
-    folders = {"--release": "CliniQ", "--mimic": "mimiciii"}
-    folders = [part for name, folder in folders.items() for part in (name, str(place.root / "mimic" / folder))]
-    command = ["drehr_utils.papers.cliniq.release", *folders, "--out", str(place.release), "--dev-share", "0.3"]
-    return place.run(*command, **given)
+def release_command(place: Place) -> tuple[str, ...]:
+    """Joins the release with MIMIC-III."""
+    given, made = place.root / "mimic", str(place.release)
+    folders = ("--release", str(given / "CliniQ"), "--mimic", str(given / "mimiciii"), "--out", made)
+    return ("drehr_utils.papers.cliniq.release", *folders, "--dev-share", "0.3")

@@ -40,7 +40,7 @@ raise ValueError(text[:500])
 def place(tmp_path_factory) -> planted.Place:
     """With the release joined, and a hybrid for drehr-search."""
     place = planted.plant(tmp_path_factory.mktemp("canaries"))
-    code, printed = planted.join_release(place)
+    code, printed = place.run(*planted.release_command(place))
     assert code == 0 and place.leaks(printed) == [], printed
     hybrid = Hybrid(load_encoder(MINILM), load_bios(place.root / "mimic/bios"), Weights(0.2, 0.2))
     hybrid.save(place.root / "hybrid")
