@@ -113,15 +113,15 @@ class Place:
         status, headers = ((400, {}), (200, {}), (307, {"location": f"http://192.0.2.1/{self.word}"}))[kind]
         return lambda handler: _error(handler, status, quoted, headers)
 
-    def start(self, *arguments: str, fault: str = "", base_url: str = "", quotes: str = "") -> subprocess.Popen:
-        """`python -m arguments` with its output in one pipe."""
+    def _start(self, *arguments: str, fault: str = "", base_url: str = "") -> subprocess.Popen:
+        """`python -m arguments` with its output in one pipe; `fault`: see canary_site/sitecustomize.py."""
         environment = {
             "PATH": os.environ["PATH"], "HOME": str(self.home), "TMPDIR": str(self.root / "tmp"), "LANG": "C.UTF-8",
             "PYTHONPATH": f"{self.checkout}:{ROOT / 'tests/canary_site'}", "DREHR_ROOT": str(self.checkout),
             "OMP_NUM_THREADS": "1", "DREHR_PUBLIC_DATA": str(self.root / "none"), "MPLBACKEND": "agg",
             "DREHR_LLM_BASE_URL": base_url, "DREHR_LLM_MODEL": "m", "HF_HUB_OFFLINE": "1",
             "CANARY_PLACE": str(self.root), "CANARY_FAULT": fault,
-            "CANARY_SAID": quotes or f"can't read '{self.word}0000 fever' of {self.number}1",
+            "CANARY_SAID": f"can't read '{self.word}0000 fever' of {self.number}1",
         }  # fmt: skip
         command = [sys.executable, "-m", *arguments]
         if self.trace:
@@ -130,17 +130,14 @@ class Place:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, cwd=self.checkout, env=environment, **pipes)
 
-    def end(self, run: subprocess.Popen, timeout: float = 900) -> tuple[int, str]:
+    def run(self, *arguments: str, **given: str) -> tuple[int, str]:
         """The exit status and what was printed, once the last of the run's processes is gone: a killed run's kernels
-        live on for a second or two."""
-        printed = run.communicate(timeout=timeout)[0].decode("utf-8", "replace")
-        until = time.monotonic() + timeout
-        while self._processes() and time.monotonic() < until:
+        live on for a second or two. No deadline, for a busy machine would reach it."""
+        run = self._start(*arguments, **given)
+        printed = run.communicate()[0].decode("utf-8", "replace")
+        while self._processes():
             time.sleep(0.2)
         return run.returncode, printed
-
-    def run(self, *arguments: str, **given: str) -> tuple[int, str]:
-        return self.end(self.start(*arguments, **given))
 
     def notebook(self, numbers: str, **given: str) -> tuple[int, str]:
         return self.run("drehr_utils.run", "--profile", str(self.toml), "--only", numbers, **given)

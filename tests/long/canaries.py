@@ -1,6 +1,6 @@
 """All stages of profile `mimic` and the commands, each under every fault, with canaries in notes, orders and ids.
 
-python tests/long/canaries.py            # half an hour on one core; the last result lies beside it, in JSON
+python tests/long/canaries.py --write    # half an hour on one core; the last result lies beside it, in JSON
 
 Each stage is disturbed before it has run: killed, its run killed, an error that quotes a note, no file beyond 30 kB (as
 a full disk), a server that quotes notes in errors; then it runs to its end, with a server that quotes them in answers.
@@ -84,7 +84,7 @@ def main() -> int:
                 printed = ""  # its answer is the notes' text
             happened = [kind.split("/")[-1] for kind in place.fired()[before:]]
             found = place.leaks(printed)
-            runs.append({"what": what, "fault": fault or options.get("server", ""), "at": happened, "exit": code,
+            runs.append({"what": what, "fault": fault, "at": happened, "exit": code,
                          "s": round(time.time() - start, 1), "leaks": found})  # fmt: skip
             print(runs[-1], flush=True)
 
