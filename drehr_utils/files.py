@@ -203,15 +203,13 @@ def keep_private(folder: Path) -> None:
 
 
 def hide_messages() -> None:
-    """From here on an error that nobody foresaw shows where it was raised, but not its message, which may quote a note:
-    a terminal's output ends in logs, mails and bug reports."""
+    """From here on an error that nobody foresaw shows where it was raised, but not its message, nor those of the errors
+    that led to it, which may quote a note: a terminal's output ends in logs, mails and bug reports."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, DataError | KeyboardInterrupt):
-            sys.__excepthook__(kind, error, trace)
-        else:
-            traceback.print_tb(trace)
-            print(f"{kind.__qualname__} (its message may quote a note, so it is not shown)", file=sys.stderr)
+        traceback.print_tb(trace)
+        said = f": {error}" if issubclass(kind, DataError) else " (its message may quote a note, so it is not shown)"
+        print(f"{kind.__qualname__}{said}", file=sys.stderr)
 
     sys.excepthook = show
     threading.excepthook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)

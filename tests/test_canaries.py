@@ -3,6 +3,8 @@
 All stages and faults: tests/long/canaries.py."""
 
 import gzip
+import subprocess
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,6 +15,7 @@ from llm_server import chat_server
 from drehr_utils.config import MINILM
 from drehr_utils.evaluation import plots
 from drehr_utils.knowledge.graph import load_bios
+from drehr_utils.profiles import ROOT
 from drehr_utils.search.hybrid import Hybrid, Weights
 from drehr_utils.training.encoders import load_encoder
 
@@ -81,6 +84,26 @@ def test_leaks_are_found(tmp_path):
     ):  # fmt: skip
         assert where in found, (where, found)
     assert "mimic" not in found
+
+
+@pytest.mark.parametrize(
+    "raised, shown", [("RuntimeError(text) from ValueError(text)", HIDDEN), ("DataError('row 7')", "DataError: row 7")]
+)
+def test_an_error_shows_its_place_and_kind(raised, shown):
+    code = f"""
+from pathlib import Path
+from drehr_utils.errors import DataError
+from drehr_utils.files import keep_private
+text = "zq" + "canary"
+keep_private(Path("none"))
+try:
+    int(text)
+finally:
+    raise {raised}
+"""
+    said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert said.returncode == 1 and "line 10, in <module>" in said.stderr
+    assert said.stderr.splitlines()[-1] == shown and "zqcanary" not in said.stderr
 
 
 @pytest.mark.slow

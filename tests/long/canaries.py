@@ -89,7 +89,8 @@ def main() -> int:
             print(runs[-1], flush=True)
 
         def faults(role: str) -> list[str]:
-            return [f"{kind}:{role}:{30_000 if kind == 'size' else draw.randint(1, 12)}" for kind in FAULTS]
+            kinds = [kind for kind in FAULTS if (kind, role) != ("killrun", "command")]  # that would be this process
+            return [f"{kind}:{role}:{30_000 if kind == 'size' else draw.randint(1, 12)}" for kind in kinds]
 
         release = planted.release_command(place)
         for fault in [*faults("command"), ""]:
@@ -101,8 +102,8 @@ def main() -> int:
                     disturbed(stage, fault, run, base_url=quoting.base_url)
                 asked = len(hostile.bodies)
                 disturbed(stage, "", run, base_url=hostile.base_url)
-                runs[-1]["fault"] = f"a hostile server, asked {len(hostile.bodies) - asked} times"
                 if len(hostile.bodies) > asked:
+                    runs[-1]["fault"] = f"a hostile server, asked {len(hostile.bodies) - asked} times"
                     disturbed(stage, "", run, base_url=quoting.base_url)
             sent = len(hostile.bodies) + len(quoting.bodies)
         disturbed("90 (a careless cell)", "", ("drehr_utils.run", "--profile", str(place.toml), "--only", "90"))
@@ -118,6 +119,7 @@ def main() -> int:
         "command": f"python tests/long/canaries.py --stages {given.stages} --seed {given.seed}",
         "planted": {"word": place.word, "number": place.number, "files that hold them": planted_in},
         "runs": len(runs),
+        "undisturbed runs that failed": [run["what"] for run in runs if not run["fault"] and run["exit"]],
         "faults that happened": sum(bool(run["at"]) for run in runs),
         "requests to the language model's server": sent,
         "files with canaries in the profile's folder, at the end": kept,
