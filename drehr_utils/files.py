@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import sqlite3
 import sys
 import sysconfig
@@ -204,13 +205,15 @@ def keep_private(folder: Path) -> None:
 
 def hide_messages() -> None:
     """From here on an error that nobody foresaw shows where it was raised, but not its message, nor those of the errors
-    that led to it, which may quote a note: a terminal's output ends in logs, mails and bug reports."""
+    that led to it, which may quote a note: a terminal's output ends in logs, mails and bug reports. Nor does a crash
+    leave a core file, which is all of memory, in the folder where it ran."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_tb(trace)
         said = f": {error}" if issubclass(kind, DataError) else " (its message may quote a note, so it is not shown)"
         print(f"{kind.__qualname__}{said}", file=sys.stderr)
 
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     sys.excepthook = show
     threading.excepthook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)
 

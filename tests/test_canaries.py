@@ -3,6 +3,7 @@
 All stages and faults: tests/long/canaries.py."""
 
 import gzip
+import signal
 import subprocess
 import sys
 
@@ -104,6 +105,15 @@ finally:
     said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert said.returncode == 1 and "line 10, in <module>" in said.stderr
     assert said.stderr.splitlines()[-1] == shown and "zqcanary" not in said.stderr
+
+
+def test_a_crash_leaves_no_core_file(tmp_path):
+    code = (
+        "import os, resource as r\nfrom drehr_utils.files import hide_messages\n"
+        "r.setrlimit(r.RLIMIT_CORE, (r.getrlimit(r.RLIMIT_CORE)[1],) * 2)\nhide_messages()\nos.abort()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGABRT and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -13,6 +13,9 @@ OWN = tuple(f"{PLACE}/{folder}" for folder in ("checkout/data/cache", "mimic", "
 LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
 MINE = ROLE == ("kernel" if "ipykernel_launcher" in " ".join(sys.orig_argv) else "command")
 log, opened, within = os.open(f"{PLACE}/audit", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), 0, False
+most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+if "ipykernel_launcher" not in " ".join(sys.orig_argv):  # a kernel has its run's limit
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 if MINE and KIND == "size":  # as of a full disk: no file grows beyond so many bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(AT), int(AT)))
 
@@ -25,6 +28,8 @@ def fire(path):
     say("fired", KIND, path)
     if KIND == "raise":
         raise RuntimeError(SAID)  # as of a library that quotes what it was given
+    if KIND == "abort":
+        os.abort()
     if KIND == "killrun":
         os.kill(os.getppid(), signal.SIGKILL)
     if KIND.startswith("kill"):

@@ -2,8 +2,9 @@
 
 python tests/long/canaries.py --write    # half an hour on one core; the last result lies beside it, in JSON
 
-Each stage is disturbed before it has run: killed, its run killed, an error that quotes a note, no file beyond 30 kB (as
-a full disk), a server that quotes notes in errors; then it runs to its end, with a server that quotes them in answers.
+Each stage is disturbed before it has run: killed, its run killed, crashed (core files are on), an error that quotes a
+note, no file beyond 30 kB (as on a full disk), a server that quotes notes in errors; then it runs to its end, with a
+server that quotes them in answers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ llm_server = importlib.import_module("llm_server")
 
 RESULT = Path(__file__).with_suffix(".json")
 STAGES = "00,01,02,03,04,05,06,07,08"
-FAULTS = ("kill", "killrun", "raise", "size")
+FAULTS = ("kill", "killrun", "abort", "raise", "size")
 ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm", "~")
 
 
