@@ -7,13 +7,18 @@ import gzip
 import json
 import os
 import re
+import resource
 import sqlite3
+import sys
 import sysconfig
+import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
 from drehr_utils.errors import DataError
@@ -190,10 +195,27 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
 
 
 def keep_private(folder: Path) -> None:
-    """From here on this process writes files that its user alone can read (umask 077); `folder` too, if it is there."""
+    """From here on this process writes files that its user alone can read (umask 077), `folder` too, if it is there;
+    messages are hidden (hide_messages)."""
     os.umask(0o077)
+    hide_messages()
     if folder.is_dir() and folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
+
+
+def hide_messages() -> None:
+    """From here on an error that nobody foresaw shows where it was raised, but not its message, nor those of the errors
+    that led to it, which may quote a note: a terminal's output ends in logs, mails and bug reports. Nor does a crash
+    leave a core file, which is all of memory, in the folder where it ran."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_tb(trace)
+        said = f": {error}" if issubclass(kind, DataError) else " (its message may quote a note, so it is not shown)"
+        print(f"{kind.__qualname__}{said}", file=sys.stderr)
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    sys.excepthook = show
+    threading.excepthook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

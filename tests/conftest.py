@@ -1,5 +1,7 @@
 import os
 import signal
+import sys
+import threading
 
 import pytest
 
@@ -16,10 +18,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 @pytest.fixture(autouse=True)
 def own_umask():
-    """A protected profile, once loaded, closes its process's files to other users: no test leaves that to the next."""
-    before = os.umask(0o022)
+    """A protected profile, once loaded, closes its process's files to other users, and hides errors' messages: no test
+    leaves that to the next."""
+    before, hooks = os.umask(0o022), (sys.excepthook, threading.excepthook)
     yield
     os.umask(before)
+    sys.excepthook, threading.excepthook = hooks
 
 
 def pytest_collection_modifyitems(items):

@@ -41,7 +41,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
             self.server.bodies.append(body)
-        text = self.server.reply(body["messages"][0]["content"], body)
+        prompt = body["messages"][0]["content"] if "messages" in body else ""  # of a request for embeddings
+        text = self.server.reply(prompt, body)
         if callable(text):
             self.close_connection = True
             text(self)

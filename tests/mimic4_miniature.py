@@ -13,7 +13,7 @@ import gzip
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,12 +48,12 @@ class Miniature:
     patients: dict[str, set[str]] = field(default_factory=dict)  # train, dev, test, and `both`: never to train
 
 
-def _subject_ids(split: str) -> Iterator[str]:
+def _subject_ids(split: str, mark: str) -> Iterator[str]:
     """Ids of MIMIC-IV's range whose hash puts the patient into the split: 2% dev, the next 2% test."""
     low, high = {"dev": (0, 0.02), "test": (0.02, 0.04), "train": (0.04, 1)}[split]
-    for number in itertools.count(10_000_032, 7):
-        if low <= int(hashlib.sha256(str(number).encode()).hexdigest()[:8], 16) / 2**32 < high:
-            yield str(number)
+    for subject in (f"{mark}{number}" for number in itertools.count(10_000_032, 7)):
+        if low <= int(hashlib.sha256(subject.encode()).hexdigest()[:8], 16) / 2**32 < high:
+            yield subject
 
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple]) -> None:
@@ -61,20 +61,27 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple]) -> None:
         csv.writer(handle).writerows([header, *rows])
 
 
-def write_miniature(folder: Path, train: int = 8, kept: int = 2, judged: int = 6) -> Miniature:
+def write_miniature(
+    folder: Path,
+    train: int = 8,
+    kept: int = 2,
+    judged: int = 6,
+    plant: Callable[[str], str] = str,
+    mark: str = "",
+) -> Miniature:
     """`train` patients of MIMIC-IV beside `kept` of dev and of test each and the two planted ones; `judged` admissions
-    in the release, the first of them the planted patients'."""
+    in the release, the first of them the planted patients'. `plant` changes notes and orders; ids begin with `mark`."""
     made = Miniature(*(folder / name for name in ("mimic-iv-note", "mimiciii", "CliniQ", "bios")))
     for path in (made.notes / "note", made.notes / "hosp", made.release):
         path.mkdir(parents=True)
-    read, _ = read_notes(OPEN)
+    read = [replace(note, text=plant(note.text)) for note in read_notes(OPEN)[0]]
     splits = read_splits(OPEN, read)
     ours = {split: iter([note for note in read if splits[note.note_id] == split]) for split in ("train", "test")}
     of_id = {note.note_id: note for note in read}
     cliniq = [of_id[patient.note_id] for patient in _open_cliniq(judged).patients]
 
     # MIMIC-IV: (subject, the open note whose text it has)
-    ids = {split: _subject_ids(split) for split in ("train", "dev", "test")}
+    ids = {split: _subject_ids(split, mark) for split in ("train", "dev", "test")}
     rows: list[tuple[str, Note]] = []
     for split, n in (("train", train), ("dev", kept), ("test", kept)):
         subjects = list(itertools.islice(ids[split], n))
@@ -84,7 +91,7 @@ def write_miniature(folder: Path, train: int = 8, kept: int = 2, judged: int = 6
     made.patients["both"] = {same, other}
     elsewhere = next(ours["test"])  # the second patient's note in MIMIC-III that isn't in the release
     rows += [(same, cliniq[0]), (same, next(ours["test"])), (other, elsewhere), (other, next(ours["test"]))]
-    hadm_of = {note.hadm_id: str(20_000_019 + 13 * i) for i, (_, note) in enumerate(rows)}
+    hadm_of = {note.hadm_id: f"{mark}{20_000_019 + 13 * i}" for i, (_, note) in enumerate(rows)}
     subject_of = {note.hadm_id: subject for subject, note in rows}
     _write(
         made.notes / "note/discharge.csv.gz", NOTE_HEADER,
@@ -97,12 +104,13 @@ def write_miniature(folder: Path, train: int = 8, kept: int = 2, judged: int = 6
                 kept_rows.append(tuple(values.values()))
             elif values["hadm_id"] in hadm_of:
                 values |= {"subject_id": subject_of[values["hadm_id"]], "hadm_id": hadm_of[values["hadm_id"]]}
+                values |= {"drug": plant(values["drug"])} if "drug" in header else {}
                 kept_rows.append(tuple(values.values()))
         _write(made.notes / f"hosp/{name}.csv.gz", header, kept_rows)
 
     # MIMIC-III: the release's admissions, masked in its way, and the planted note of an admission that it hasn't.
-    events = [(str(100 + i), str(100_001 + i), note.text) for i, note in enumerate([*cliniq, elsewhere])]
-    events[-1] = ("101", *events[-1][1:])
+    events = [(f"{mark}{100 + i}", f"{mark}{100_001 + i}", note.text) for i, note in enumerate([*cliniq, elsewhere])]
+    events[-1] = (f"{mark}101", *events[-1][1:])
     write_mimic3(
         made.mimic3,
         NOTEEVENTS=[

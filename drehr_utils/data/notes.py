@@ -102,8 +102,8 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
             first_row, first_text = seen[note.note_id]
             if note.text != first_text:
                 raise DataError(
-                    f"{where}, row {row}, field note_id: {note.note_id} stands in row {first_row} already, "
-                    "with another text; note ids must be unique"
+                    f"{where}, row {row}, field note_id: the same as in row {first_row}, with another text; note ids "
+                    "must be unique"
                 )
             report.skipped.append((row, "note_id", "repeats an earlier row"))
         elif not is_utf8(note.text):
@@ -134,7 +134,7 @@ def read_any_notes(
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
         report.rows += 1
         if name in seen:
-            said = f"{name!r} stands in row {seen[name]} already; note ids must be unique"
+            said = f"the same as in row {seen[name]}; note ids must be unique"
             raise DataError(f"{short_name(source)}, row {row}, field {note_id}: {said}")
         seen[name] = row
         if not is_utf8(content) or not clean(content):
@@ -220,15 +220,16 @@ def read_splits(folder: Path, notes: list[Note]) -> dict[str, str]:
             raise DataError(f"{path.name}, row {row}, field split: {split!r} is none of {', '.join(SPLITS)}")
     per_patient = table.groupby("subject_id")["split"].nunique()
     if (per_patient > 1).any():
-        raise DataError(f"{path.name}, field split: patient {per_patient.idxmax()} is in more than one split")
+        row = table["subject_id"].map(per_patient).gt(1).idxmax() + 2
+        raise DataError(f"{path.name}, row {row}, field split: the patient is in more than one split")
     splits = dict(zip(table["note_id"], table["split"], strict=True))
-    lost = [note.note_id for note in notes if note.note_id not in splits]
-    if lost:
-        raise DataError(f"{path.name}, field note_id: {len(lost)} notes have no split, {lost[0]} among them")
+    if lost := sum(note.note_id not in splits for note in notes):
+        raise DataError(f"{path.name}, field note_id: {lost} of {len(notes)} notes have no split")
     of_patient: dict[str, str] = {}
-    for note in notes:  # the table's own subject_id may be another
+    for number, note in enumerate(notes, 1):  # the table's own subject_id may be another
         if of_patient.setdefault(note.subject_id, splits[note.note_id]) != splits[note.note_id]:
-            raise DataError(f"{path.name}, field split: patient {note.subject_id} has notes in more than one split")
+            said = f"the patient of note {number} of the notes' table has notes in more than one split"
+            raise DataError(f"{path.name}, field split: {said}")
     return splits
 
 

@@ -74,6 +74,12 @@ class Update:
     gone: int
 
 
+def is_new(folder: Path) -> bool:
+    """Whether nothing is in the folder but what a killed NoteIndex.create left."""
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return all(name in (".gitignore", f".{_HYBRID}.lock") or name.startswith("partial-") for name in names)
+
+
 @dataclass
 class NoteIndex:
     folder: Path
@@ -85,7 +91,7 @@ class NoteIndex:
     def create(cls, folder: str | Path, hybrid: Hybrid) -> Self:
         """An empty index, which keeps a copy of the hybrid: an index is asked by what it was made with."""
         folder = Path(folder)
-        if folder.exists() and any(folder.iterdir()):
+        if not is_new(folder):
             raise DataError(f"{folder.name}/: isn't empty; name a new folder, or leave --model out to add to its index")
         folder.mkdir(parents=True, exist_ok=True)
         os.chmod(folder, 0o700)

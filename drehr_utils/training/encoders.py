@@ -48,7 +48,8 @@ def load_encoder(
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
     if instruction:
         settings["prompts"] = {"query": instruction}
-    encoder = SentenceTransformer(str(name_or_path), **settings)
+    safe = {"use_safetensors": True} | settings.pop("model_kwargs", {})  # weights alone: a pickle is a program
+    encoder = SentenceTransformer(str(name_or_path), model_kwargs=safe, **settings)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))

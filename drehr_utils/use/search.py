@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from drehr_utils.data.notes import Note, note_tables, read_any_notes
 from drehr_utils.errors import DataError
+from drehr_utils.files import hide_messages
 from drehr_utils.profiles import ROOT, load_profile
 
 if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help and a wrong path are answered at once
@@ -71,10 +72,9 @@ def train(options: argparse.Namespace) -> None:
 
 def make_index(options: argparse.Namespace) -> None:
     notes = read(options)
-    from drehr_utils.search.index import NoteIndex
+    from drehr_utils.search.index import NoteIndex, is_new
 
-    new = not options.index.exists() or not any(options.index.iterdir())
-    if new:
+    if is_new(options.index):
         index = NoteIndex.create(options.index, hybrid_of(options.model or SHIPPED))
     elif options.model:
         raise DataError(f"{options.index.name}/: has its model already; leave --model out, or name a new folder")
@@ -167,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     options = parser.parse_args(arguments)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of loading weights; indexing has its own
+    hide_messages()
     try:
         options.run(options)
     except DataError as error:

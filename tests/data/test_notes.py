@@ -83,7 +83,7 @@ def test_empty_notes_and_bad_bytes_are_skipped_counted_and_located(tmp_path):
 def test_a_repeated_row_is_skipped_but_a_conflicting_one_is_an_error(tmp_path):
     _, report = read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "x y")]))
     assert report.skipped == [(3, "note_id", "repeats an earlier row")]
-    with pytest.raises(DataError, match=r"row 3, field note_id: a stands in row 2 already"):
+    with pytest.raises(DataError, match=r"row 3, field note_id: the same as in row 2, with another text"):
         read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "secret words")]))
 
 
@@ -114,7 +114,7 @@ def test_mimic3s_layout_is_read_too(tmp_path):
 def test_splits_are_by_patient(tmp_path):
     notes = [Note("a", "1", "2", "x"), Note("b", "1", "3", "y")]
     (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,train\n1,b,test\n")
-    with pytest.raises(DataError, match="patient 1 is in more than one split"):
+    with pytest.raises(DataError, match="splits.csv, row 2, field split: the patient is in more than one split"):
         read_splits(tmp_path, notes)
     (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,trian\n")
     with pytest.raises(DataError, match="row 2, field split"):
@@ -126,7 +126,7 @@ def test_splits_are_by_patient(tmp_path):
     assert all(10 <= list(hashed.values()).count(split) <= 30 for split in ("dev", "test"))
     assert read_splits(tmp_path, others[::-1][:500]) == {n.note_id: hashed[n.note_id] for n in others[::-1][:500]}
     (tmp_path / "splits.csv").write_text("subject_id,note_id,split\n1,a,train\n9,b,test\n")  # the table's slip
-    with pytest.raises(DataError, match="patient 1 has notes in more than one split"):
+    with pytest.raises(DataError, match="the patient of note 2 of the notes. table has notes in more than one split"):
         read_splits(tmp_path, notes)
 
 

@@ -82,7 +82,7 @@ def test_a_table_is_read_by_the_columns_that_it_has(tmp_path):
     [
         (lambda f: None, "no such file"),
         (lambda f: f.mkdir(), "no .txt file"),
-        (lambda f: f.write_text("text,note_id\na,1\nb,1\n"), "row 3, field note_id: '1' stands in row 2 already"),
+        (lambda f: f.write_text("text,note_id\na,1\nb,1\n"), "row 3, field note_id: the same as in row 2"),
         (lambda f: f.write_text("text\n\n"), "no note with text in 0 rows"),
         (lambda f: f.write_bytes(b"text\n\xff\n"), "no note with text in 1 rows"),
     ],

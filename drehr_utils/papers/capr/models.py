@@ -235,7 +235,7 @@ class LongEncoder(TwoTowers):
     def __init__(self, name: str, *, poly: bool, query_tokens: int = 32, max_tokens: int = 4096):
         """`name`: a hub's or a folder's, such as `allenai/longformer-base-4096`."""
         super().__init__()
-        self.query_model, self.passage_model = (AutoModel.from_pretrained(name) for _ in range(2))
+        self.query_model, self.passage_model = (AutoModel.from_pretrained(name, use_safetensors=True) for _ in range(2))
         for model in (self.query_model, self.passage_model):
             model.activation_checkpointing_enable()  # a batch of 32 long passages would not fit otherwise
         self.tokenizer = AutoTokenizer.from_pretrained(name)

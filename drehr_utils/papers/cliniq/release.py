@@ -39,7 +39,15 @@ from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_
 from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
-from drehr_utils.files import is_utf8, keep_private, naming, read_json_lines, read_text_lines, write_atomically
+from drehr_utils.files import (
+    hide_messages,
+    is_utf8,
+    keep_private,
+    naming,
+    read_json_lines,
+    read_text_lines,
+    write_atomically,
+)
 from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments
 from drehr_utils.papers.cliniq.judging import Pair
 from drehr_utils.papers.cliniq.statistics import statistics_rows
@@ -258,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share = "of the patients that become dev (default: 0.1; 0: all are test, as in the paper; notebooks need a dev)"
     parser.add_argument("--dev-share", type=float, default=DEV_SHARE, metavar="SHARE", help=share)
     given = parser.parse_args(arguments)
+    hide_messages()
     try:
         release = read_release(given.release)
         notes, patient_of = read_first_summaries(given.mimic, release.hadm_ids)
