@@ -219,11 +219,15 @@ def hide_messages() -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The file whole or not at all; gzipped if its name says so, the same bytes for the same content."""
+    """The file whole or not at all, on a full disk, too; gzipped if its name says so, the same bytes for the same
+    content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{os.getpid()}-{path.name}")
-    partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def open_database(path: Path | None, schema: str) -> sqlite3.Connection:

@@ -93,12 +93,13 @@ class AnswerStore:
         values = _stored(answer["answer"], answer.get("finish_reason"))
         values += [n if isinstance(n := answer.get(f"{of}_tokens"), int) else None for of in ("prompt", "completion")]
         sql = f"SELECT number, answer FROM answers WHERE ({_KEY}) = (?, ?, ?, ?, ?, ?, ?)"
-        if (earlier := self.database.execute(sql, key).fetchone()) is None:
-            sql = f"INSERT INTO answers VALUES (NULL{', ?' * 11})"
-            return self.database.execute(sql, key + values).lastrowid, False
-        sql = "UPDATE answers SET (answer, finish_reason, prompt_tokens, completion_tokens) = (?, ?, ?, ?)"
-        self.database.execute(f"{sql} WHERE number = ?", (*values, earlier[0]))
-        return earlier[0], earlier[1] != values[0]
+        earlier = self.database.execute(sql, key).fetchone()
+        # Another run of the same may have put it there meanwhile: then the later answer stands.
+        sql = f"""INSERT INTO answers VALUES (NULL{", ?" * 11}) ON CONFLICT ({_KEY}) DO UPDATE SET answer =
+            excluded.answer, finish_reason = excluded.finish_reason, prompt_tokens = excluded.prompt_tokens,
+            completion_tokens = excluded.completion_tokens RETURNING number"""
+        ((number,),) = self.database.execute(sql, key + values).fetchall()
+        return number, earlier is not None and earlier[1] != values[0]
 
     def append(self, request: Request, answer: Mapping) -> int:
         """Keeps our answer (`answer`, `model`, `finish_reason`, `prompt_tokens`, `completion_tokens`) to a request: it
