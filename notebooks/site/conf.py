@@ -17,7 +17,8 @@ from sphinx.pycode import ModuleAnalyzer
 from drehr_utils import __version__
 from drehr_utils.use.site import anchor_key, module_of
 
-project, version, html_title = "drehr_utils", __version__, "DR.EHR, notebook by notebook"
+project, author, version = "drehr_utils", "The maintainers of drehr_utils", __version__
+html_title = "DR.EHR, notebook by notebook"
 extensions = ["myst_nb", "sphinx.ext.viewcode"]
 root_doc = "README"
 MENU = {
@@ -25,6 +26,7 @@ MENU = {
     "Data": "data/README\ndata/models/*/README",
     "Project": "CONTRIBUTING\nCHANGELOG\napi/index",
 }
+COPIED = {"data", "figures", "tests", "CITATION.cff", "LICENSE", "environment.yml", "run_all.sh"}
 
 html_theme, html_static_path, html_css_files = "sphinx_book_theme", ["static"], ["site.css"]
 html_theme_options = {
@@ -82,7 +84,7 @@ def follow(app, docname, template, context, doctree):
                 slugs = env.metadata[page].get("myst_slugs", {})
                 uri = "#" + slugs.get(anchor_key(unquote(anchor)), ("", anchor))[1]
             return match[0].replace(match[1], html.escape(app.builder.get_relative_uri(docname, page) + uri))
-        if file.parts[0] not in ("data", "figures", "tests") or file.parts[1] in ("cache", "public"):
+        if file.parts[0] not in COPIED or file.parts[1:2] in [("cache",), ("public",)]:
             return match[0]  # the check for dead links will say so
         (app.outdir / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, app.outdir / file)

@@ -22,7 +22,8 @@ TABLE = """<table><tr>
 def notebook(path, title, code, shown):
     output = new_output("display_data", {"text/html": shown})
     cells = [new_markdown_cell(title), new_code_cell(code, outputs=[output], execution_count=1)]
-    path.write_text(json.dumps(new_notebook(cells=cells)))
+    about = {"language_info": {"name": "python", "pygments_lexer": "python"}}
+    path.write_text(json.dumps(new_notebook(cells=cells, metadata=about)))
 
 
 @pytest.fixture
