@@ -22,9 +22,12 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tqdm import tqdm
 
 REPOSITORY = Path(__file__).parents[2]
 RESULT = Path(__file__).with_suffix(".json")
@@ -326,6 +329,8 @@ def main(argv: list[str] | None = None) -> int:
         from drehr_utils import pipeline
         from drehr_utils.profiles import load_profile
 
+        # tqdm's own lock is shared by forked processes: one that is killed with it would stop all later ones.
+        tqdm.set_lock(threading.RLock())
         profile, found = load_profile(root / "trial.toml"), {}
         pipeline.matcher(profile)  # once, for all children
         with chat_server(
