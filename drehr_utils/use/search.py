@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     own.add_argument("--out", type=Path, default=MODEL, metavar="FOLDER", help=f"({MODEL})")
     own.add_argument("--from", type=Path, default=SHIPPED, dest="start", metavar="MODEL", help="what goes on "
                      "training, like --model; minilm: an encoder that saw no notes (the shipped hybrid)")  # fmt: skip
-    own.add_argument("--steps", type=_number, metavar="N", help="(6 times all chunks, but at most 300 steps)")
+    own.add_argument("--steps", type=_number, metavar="N", help="(6 times all chunks, but at most 100 steps)")
     own.add_argument("--batch", type=_number, default=32, metavar="N", help="chunks a step (32)")
     answers = own.add_mutually_exclusive_group()
     answers.add_argument("--answers", type=Path, metavar="FILE", help="a language model's entities, as JSON lines "
@@ -172,6 +172,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.run(options)
     except DataError as error:
         parser.exit(1, f"drehr-search: {error}\n")
+    except BrokenPipeError:  # of `| head`
+        os._exit(141)
     except KeyboardInterrupt:
         parser.exit(130, "\ndrehr-search: stopped\n")
 
