@@ -107,7 +107,7 @@ def records(profile) -> None:
 
     from drehr_utils.evaluation.records import Record
 
-    for i in range(300):
+    for i in range(60):
         Record("trial.csv").add(profile, {"row": i}, lambda i=i: pd.DataFrame({"value": range(i, i + 20)}))
 
 
