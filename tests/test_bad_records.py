@@ -16,6 +16,7 @@ from drehr_utils.papers.drehr import runs
 from drehr_utils.papers.kg import rate_search
 from drehr_utils.profiles import load_profile
 from drehr_utils.search.fusion import rank, tie_keys
+from drehr_utils.use import transfer
 
 BENCH = Benchmark(
     {f"n{i}_0": "x" for i in range(6)}, {"q": "x", "p": "y"}, {"q": "drug", "p": "drug"},
@@ -87,7 +88,7 @@ def test_bad_tables_are_named(tmp_path, monkeypatch):
             tables.paper_figures("drehr", 1, tmp_path / "t.csv")
 
 
-@pytest.mark.parametrize("main", [runs.main, rate_search.main])
+@pytest.mark.parametrize("main", [runs.main, rate_search.main, transfer.main])
 @pytest.mark.parametrize("given", ["none", "gone.toml", "bad.toml"])
 def test_a_command_names_a_bad_profile(tmp_path, monkeypatch, capsys, main, given):
     monkeypatch.chdir(tmp_path)
