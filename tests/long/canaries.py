@@ -20,6 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -62,7 +64,7 @@ def holds(place: planted.Place, path: Path) -> bool:
     try:
         place.searched.files += 1
         return place.holds(path)
-    except OSError:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error):  # somebody is writing it
         return False
 
 

@@ -183,7 +183,7 @@ def left(profile) -> dict[str, str]:
         opened = NoteIndex.open(profile.cache / "index")
         rows = sorted(opened.table.search().to_arrow().to_pylist(), key=lambda row: row["id"])
         kept = [(row["id"], row["note_id"], row["patient"], row["text"], row["vector"]) for row in rows]
-        hits = [(hit.score, hit.id) for hit in opened.search("mi cough", 50)]
+        hits = [(hit.score, hit.chunk_id) for hit in opened.search("mi cough", 50)]
         found["index"] = hashlib.sha256(repr((kept, hits)).encode()).hexdigest()
     return found
 
@@ -339,15 +339,13 @@ def main(argv: list[str] | None = None) -> int:
             os.environ["TRIAL_SERVER"] = server.base_url
             for name in given.only.split(","):
                 found[name] = trial(name, profile, given.points, random.Random(f"{given.seed} {name}"))
-                print(name, json.dumps(found[name]), flush=True)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "command": "python tests/long/interruptions.py",
-        "seed": given.seed,
-        "stages": found,
-    }
-    if given.points >= 20 and set(found) == set(STAGES):
+                print(f"\n{name}", json.dumps(found[name]), flush=True)
+    if given.points >= 20:
+        kept = json.loads(RESULT.read_text())["stages"] if RESULT.exists() else {}
+        about = {"date": datetime.date.today().isoformat(), "seed": given.seed}
+        about["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        kept |= {name: about | stage for name, stage in found.items()}
+        result = {"command": "python tests/long/interruptions.py", "stages": kept}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return any(stage["unequal"] for stage in found.values())
 

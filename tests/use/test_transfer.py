@@ -95,6 +95,6 @@ def test_the_committed_record_is_whole():
     cells = record.groupby("retriever", sort=False)[["test set", "metric"]].apply(
         lambda f: set(map(tuple, f.to_numpy()))
     )
-    assert set(cells.index) <= set(transfer.retrievers(profile)) and all(found == shown for found in cells)
+    assert set(cells.index) == set(transfer.retrievers(profile)) and all(found == shown for found in cells)
     start = record[record["retriever"] == pipeline.START]
     assert pd.isna(start["p"]).all() and record["p"].drop(start.index).between(0, 1).all()
