@@ -21,7 +21,9 @@ from drehr_utils.profiles import load_profile
 
 def sent(handler, status: int, body: bytes, **headers: object) -> None:
     handler.send_response(status)
-    for name, value in ({"content-type": "application/json", "content-length": len(body)} | headers).items():
+    # said, for the server closes it: a client that keeps it for its next request finds it dead now and then
+    usual = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
+    for name, value in (usual | headers).items():
         handler.send_header(name.replace("_", "-"), str(value))
     handler.end_headers()
     handler.wfile.write(body)
