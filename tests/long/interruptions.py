@@ -52,6 +52,7 @@ def own_root() -> Iterator[Path]:
         for path in (REPOSITORY / "data").iterdir():
             if path.name != "cache":
                 (root / "data" / path.name).symlink_to(path)
+        (root / "notebooks").symlink_to(REPOSITORY / "notebooks")
         (root / "trial.toml").write_text(PROFILE.format(encoder=root / "encoder", stage=STAGE))
         os.environ |= {"DREHR_ROOT": folder, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         os.environ |= {"HF_HUB_OFFLINE": "1", "DREHR_PROFILE": str(root / "trial.toml")}
@@ -142,7 +143,10 @@ def notebook(profile) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
-        raise OSError(done.stderr[-600:])
+        from drehr_utils.errors import DataError
+
+        said = done.stderr.strip()
+        raise (DataError if said.startswith("Not started") else OSError)(said[:600])
 
 
 STAGES: dict[str, Callable] = {
@@ -171,6 +175,9 @@ def left(profile) -> dict[str, str]:
                 content = repr(rows).encode()
         elif path.name == "stage.json":
             content = repr({k: v for k, v in json.loads(path.read_text()).items() if k != "minutes"}).encode()
+        elif path.suffix == ".ipynb":
+            cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+            content = repr([(cell["source"], cell["outputs"]) for cell in cells]).encode()
         elif path.name == "trial.csv":
             rows = csv.DictReader(path.read_text().splitlines())
             content = repr([(row["row"], row["value"]) for row in rows]).encode()
@@ -305,6 +312,7 @@ def trial(name: str, profile, points: int, rng: random.Random) -> dict:
     empty(profile)
     for one in [Run(do, profile), Run(do, profile)]:
         said["two at once"] = max(said.get("two at once", ""), failure(one, profile))
+    unequal += [f"{fault}: {text}" for fault, text in said.items() if "Traceback" in text]
     if said["two at once"] and not said["two at once"].startswith("DataError"):  # which sends the second away
         unequal.append(f"two at once: {said['two at once']}")
     compare("two at once")
