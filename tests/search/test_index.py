@@ -287,6 +287,23 @@ def test_a_disk_that_cannot_be_written_is_named_and_takes_nothing_along(hybrid, 
     assert said == ["mine/: can't be written to", "other/: can't be written to", f"mine/: {full}", f"other/: {full}"]
 
 
+def test_the_folder_is_the_owners_alone_and_no_git_sees_it(index):
+    assert stat.S_IMODE(os.stat(index.folder).st_mode) == 0o700
+    assert (index.folder / ".gitignore").read_text() == "*\n"
+
+
+def test_what_cannot_be_done_says_so(index, hybrid, tmp_path):
+    for query, patient, said in [(" ", None, "empty"), ("mi", "nobody", "nobody")]:
+        with pytest.raises(DataError, match=said):
+            index.search(query, patient=patient)
+    with pytest.raises(DataError, match="drehr-search index"):
+        NoteIndex.open(tmp_path)
+    with pytest.raises(DataError, match="isn't empty"):
+        NoteIndex.create(index.folder, hybrid)
+    with pytest.raises(DataError, match="index is empty"):
+        NoteIndex.create(tmp_path / "none", hybrid).search("mi")
+
+
 INDEXING = """
 import sys
 from drehr_utils.data.notes import Note
