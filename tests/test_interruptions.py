@@ -9,7 +9,7 @@ from drehr_utils.profiles import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", ["positives,answers,training", "scores,records,index"])
+@pytest.mark.parametrize("stages", ["positives,answers,training", "scores,records,index", "compaction,reading"])
 def test_what_is_left_is_what_an_undisturbed_run_leaves(stages):
     command = [sys.executable, "tests/long/interruptions.py", "--points", "1", "--only", stages]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
