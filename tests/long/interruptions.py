@@ -167,7 +167,10 @@ def opened(profile):
 
     index_module.NOTES_AT_ONCE = 4
     before = Path(os.environ["DREHR_ROOT"]) / "before"
-    artifacts.cached_folder(profile.cache / "index", lambda to: shutil.copytree(before, to, dirs_exist_ok=True))
+    try:
+        artifacts.cached_folder(profile.cache / "index", lambda to: shutil.copytree(before, to, dirs_exist_ok=True))
+    except shutil.Error:  # which lists each file
+        raise OSError("the index before has no place on the disk") from None
     return index_module.NoteIndex.open(profile.cache / "index")
 
 
