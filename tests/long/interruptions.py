@@ -160,17 +160,22 @@ def lying_in(folder: Path, notes: list) -> bool:
     return any(note.text[:60].encode() in held for note in notes)
 
 
-def opened(profile):
-    """The prepared index, copied to the cache once."""
+def copied(profile) -> None:
+    """The prepared index in the cache."""
     from drehr_utils import artifacts
-    from drehr_utils.search import index as index_module
 
-    index_module.NOTES_AT_ONCE = 4
     before = Path(os.environ["DREHR_ROOT"]) / "before"
     try:
         artifacts.cached_folder(profile.cache / "index", lambda to: shutil.copytree(before, to, dirs_exist_ok=True))
     except shutil.Error:  # which lists each file
-        raise OSError("the index before has no place on the disk") from None
+        raise OSError("no space left on the device for the prepared index") from None
+
+
+def opened(profile):
+    from drehr_utils.search import index as index_module
+
+    index_module.NOTES_AT_ONCE = 4
+    copied(profile)
     return index_module.NoteIndex.open(profile.cache / "index")
 
 
@@ -205,6 +210,7 @@ def reading(profile) -> None:
     """Two readers beside a writer; the writer and one of the readers are killed, and another writer goes on."""
     from drehr_utils.errors import DataError
 
+    copied(profile)
     logs = profile.cache / "logs"
     logs.mkdir(exist_ok=True)
     ended, said = logs / f"ended-{os.getpid()}", logs / f"said-{os.getpid()}"
