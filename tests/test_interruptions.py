@@ -8,8 +8,11 @@ import pytest
 from drehr_utils.profiles import ROOT
 
 
+STAGES = ["positives,answers,training", "scores,records,index", "compaction,reading", "notebook"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", ["positives,answers,training", "scores,records,index", "notebook"])
+@pytest.mark.parametrize("stages", STAGES)
 def test_what_is_left_is_what_an_undisturbed_run_leaves(stages):
     command = [sys.executable, "tests/long/interruptions.py", "--points", "1", "--only", stages]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -6,20 +6,21 @@
 
 Its folder is open to its owner alone and ignored by git. A note is in it whole or not at all, whenever it is killed.
 Within a patient every chunk is scored; in the whole index, those that the encoder or a name brings up, each with the
-score that it would have among all.
+score that it would have among all. A search finds what the last finished update left, while another goes on, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import hashlib
 import json
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
 NOTES_AT_ONCE = 64  # what a kill costs
+TRIES = 10  # of a search whose files an update takes away
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
+_UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
 
@@ -80,12 +83,35 @@ def is_new(folder: Path) -> bool:
     return all(name in (".gitignore", f".{_HYBRID}.lock") or name.startswith("partial-") for name in names)
 
 
+_FAULTS = {
+    errno.ENOSPC: "the disk is full; make room",
+    errno.EDQUOT: "your share of the disk is full; make room",
+    errno.EROFS: "can't be written to (a read-only disk); make it writable, or name another folder",
+    errno.EACCES: "can't be written to (another user's); make it writable, or name another folder",
+}
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A disk that can't be written is a DataError; each library has another error for it, all name the system's."""
+    try:
+        yield
+    except Exception as error:
+        said = (
+            why for no, why in _FAULTS.items() if no == getattr(error, "errno", 0) or f"os error {no})" in str(error)
+        )
+        if isinstance(error, DataError) or not (why := next(said, "")):
+            raise
+        raise DataError(f"{folder.name}/: {why}, then run this again; what is in the index stays whole") from None
+
+
 @dataclass
 class NoteIndex:
     folder: Path
     hybrid: Hybrid
     table: Table
     depth: int = DEPTH
+    _read: tuple[object, Self, WordCounts] | None = field(default=None, repr=False)  # see _finished
 
     @classmethod
     def create(cls, folder: str | Path, hybrid: Hybrid) -> Self:
@@ -93,14 +119,15 @@ class NoteIndex:
         folder = Path(folder)
         if not is_new(folder):
             raise DataError(f"{folder.name}/: isn't empty; name a new folder, or leave --model out to add to its index")
-        folder.mkdir(parents=True, exist_ok=True)
-        os.chmod(folder, 0o700)
-        files.write_atomically(folder / ".gitignore", b"*\n")
-        artifacts.cached_folder(folder / _HYBRID, hybrid.save)
-        # Read in a third of the time that BIOS's files take
-        graph = {field.name: getattr(hybrid.graph, field.name) for field in fields(hybrid.graph)}
-        files.write_atomically(folder / _GRAPH, json.dumps(graph).encode())
-        return cls.open(folder)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(folder, 0o700)
+            files.write_atomically(folder / ".gitignore", b"*\n")
+            artifacts.cached_folder(folder / _HYBRID, hybrid.save)
+            # Read in a third of the time that BIOS's files take
+            graph = {part.name: getattr(hybrid.graph, part.name) for part in fields(hybrid.graph)}
+            files.write_atomically(folder / _GRAPH, json.dumps(graph).encode())
+            return cls.open(folder)
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -116,7 +143,8 @@ class NoteIndex:
         vector = pa.field("vector", pa.list_(pa.float32(), hybrid.encoder.get_embedding_dimension()))
         schema = pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
         database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
-        return cls(folder, hybrid, database.create_table(_TABLE, schema=schema, exist_ok=True))
+        with _writing(folder):
+            return cls(folder, hybrid, database.create_table(_TABLE, schema=schema, exist_ok=True))
 
     def notes(self) -> dict[str, str]:
         """Note id -> digest of the note that is in the index."""
@@ -126,12 +154,18 @@ class NoteIndex:
     def update(self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True) -> Update:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
 
-        A second writer at the same time is a DataError. What was killed goes on with the next call."""
-        with artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
+        A second writer at the same time is a DataError, as is a full disk. What was killed goes on with the next call.
+        """
+        unfinished = self.folder / _UNFINISHED
+        with _writing(self.folder), artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
+            for left in self.folder.glob(f"partial-*-{_WORDS}"):  # a killed run's
+                left.unlink()
             known = self.notes()
             digests = {note.note_id: _digest(note) for note in notes}
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = [note_id for note_id in known if note_id not in digests]
+            if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
+                unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
                 for some in _batches(wanted, NOTES_AT_ONCE):
                     self._add(some)
@@ -139,8 +173,9 @@ class NoteIndex:
             if remove_gone:
                 for some in _batches(gone, 1000):
                     self.table.delete(_is_in("note_id", some))
-            if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
+            if unfinished.exists():
                 self._finish()
+                unfinished.unlink()
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
 
@@ -169,37 +204,81 @@ class NoteIndex:
             self.table.create_index("text", config=FTS(stem=False, remove_stop_words=False, ascii_folding=False))
         if "patient" not in have:
             self.table.create_index("patient", config=BTree())
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # of a reader that might lose its version: it asks for the newest
+        self._rewrite_deleted()
+        version = 0
+        while version != (version := self.table.version):  # until nothing is left to compact, or to add to an index
+            self.table.optimize()
+        self._count_words()  # before those go that readers are at
+        with warnings.catch_warnings(action="ignore"):  # of a reader that loses its version: it tries again
             self.table.optimize(cleanup_older_than=datetime.timedelta(0), delete_unverified=True)
-        self._count_words()
 
-    def _count_words(self) -> WordCounts:
-        batches = self.table.search().select(["text"]).to_batches()
-        counts = WordCounts.of(text for batch in batches for text in batch["text"].to_pylist())
-        about = {"version": self.table.version, **asdict(counts)}
-        files.write_atomically(self.folder / _WORDS, json.dumps(about).encode())
-        self.__dict__.pop("words", None)
-        return counts
+    def _rewrite_deleted(self) -> None:
+        """Rows that share a file with deleted ones go to a new file: a compaction leaves what was deleted on the disk
+        while that is less than a tenth of a file."""
+        # FRAGMENT-VERSION-ID.arrow; the fragment is a row's number without its lower 32 bits (Lance's table format)
+        marks = (self.folder / f"{_TABLE}.lance/_deletions").glob("*-*-*")
+        for fragment in sorted({int(path.name.split("-")[0]) for path in marks}):
+            rows = f"_rowid >= {fragment << 32} AND _rowid < {fragment + 1 << 32}"
+            self.table.update(where=rows, values_sql={"id": "id"})
 
-    @cached_property
+    def _count_words(self) -> None:
+        counts = {"version": self.table.version, **asdict(self._words_of(self.table))}
+        files.write_atomically(self.folder / _WORDS, json.dumps(counts).encode())
+
+    @staticmethod
+    def _words_of(table: Table) -> WordCounts:
+        batches = table.search().select(["text"]).to_batches()
+        return WordCounts.of(text for batch in batches for text in batch["text"].to_pylist())
+
+    @property
     def words(self) -> WordCounts:
         """BM25's word statistics of the whole index."""
-        if (self.folder / _WORDS).exists():
-            with files.naming(self.folder / _WORDS, "delete it: it is counted again"):
-                with files.open_file(self.folder / _WORDS) as file:
+        return self._finished()[1]
+
+    def _finished(self) -> tuple[Self, WordCounts]:
+        """The index at the version that its last finished update left, and that version's words; where none was
+        finished, at the newest."""
+        import lancedb
+
+        path = self.folder / _WORDS
+        found = (path.stat().st_mtime_ns, path.stat().st_ino) if path.exists() else self.table.version
+        if self._read is None or self._read[0] != found:
+            table, words = lancedb.connect(str(self.folder)).open_table(_TABLE), None
+            if path.exists():
+                with files.naming(path, "delete it: it is counted again"), files.open_file(path) as file:
                     about = json.load(file)
-            if about.pop("version") == self.table.version:
-                return WordCounts(**about)
-        return self._count_words()  # an indexing run was killed
+                    version, words = about.pop("version"), WordCounts(**about)
+                try:
+                    table.checkout(version)
+                except ValueError:  # it is gone: another update has just finished, or one was killed
+                    if (path.stat().st_mtime_ns, path.stat().st_ino) != found:
+                        return self._finished()
+                    words = None
+            if words is None:
+                table.checkout(table.version)
+                words = self._words_of(table)
+            self._read = found, replace(self, table=table, _read=None), words
+        return self._read[1:]
 
     def search(self, query: str, top: int = 10, patient: str | None = None) -> list[Hit]:
         """The best `top` chunks, best first: of one patient exactly, else of all candidates.
 
-        Raises DataError for an empty query, an empty index, or a patient without notes."""
+        Raises DataError for an empty query, an empty index, a patient without notes, or an index that can't be read."""
         if not query.strip():
             raise DataError("the query is empty; give a term, as in 'shortness of breath'")
+        for _ in range(TRIES):
+            try:
+                index, words = self._finished()
+                return index._search(words, query, top, patient)
+            except DataError:
+                raise
+            except (OSError, RuntimeError, ValueError) as error:  # Lance's: an update took this version's files away
+                self._read, said = None, type(error).__name__
+        raise DataError(
+            f"{self.folder.name}/: can't be read ({said}); if nothing indexes just now, index the notes anew"
+        )
+
+    def _search(self, words: WordCounts, query: str, top: int, patient: str | None) -> list[Hit]:
         if not self.table.count_rows():
             raise DataError(f"{self.folder.name}/: the index is empty; run `drehr-search index NOTES`")
         names = sorted(names_of(query, self.hybrid.graph))
@@ -210,7 +289,7 @@ class NoteIndex:
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
         counts = count_names([names], texts)[0]
-        scores = joined(similarity, counts, self.words.scores(expanded, texts), self.hybrid.weights)
+        scores = joined(similarity, counts, words.scores(expanded, texts), self.hybrid.weights)
         ids = np.array(found["id"].to_pylist())
         best = np.lexsort((ids, -scores))[:top]
         rows = found.select(["patient", "note_id", "id", "text"]).take(best).to_pylist()

@@ -127,6 +127,119 @@ def index(profile) -> None:
     found.update(pipeline.notes(profile)[0][:40], progress=False)
 
 
+def states() -> tuple[list, list]:
+    """Notes before and after: 6 change, 3 go, 3 come. Each has words of its own, few enough to lie uncompressed."""
+    from drehr_utils.data.notes import Note
+
+    def note(i: int, state: str) -> Note:
+        own = [hashlib.sha256(f"{state} {i} {j}".encode()).hexdigest()[:12] for j in range(9)]
+        return Note(f"n{i}", f"p{i % 5}", "", " ".join([*own, *["mi", "cough"][: i % 3]]))
+
+    before = [note(i, "before") for i in range(120)]
+    return before, [*(note(i, "after") for i in range(6)), *before[6:117], *(note(i, "after") for i in range(120, 123))]
+
+
+def prepare(profile) -> None:
+    """An index of the notes before, and what is found before and after; not in the cache, for no trial begins here."""
+    from drehr_utils import pipeline
+    from drehr_utils.search.hybrid import Hybrid, Weights
+    from drehr_utils.search.index import NoteIndex
+
+    found, root = [], Path(os.environ["DREHR_ROOT"])
+    for name, notes in zip(("before", "after"), states(), strict=True):
+        made = NoteIndex.create(
+            root / name, Hybrid(pipeline.starting_encoder(profile), small_graph(), Weights(0.2, 0.4))
+        )
+        made.update(notes, progress=False)
+        found.append({hit.chunk_id: (hit.score, hit.text) for hit in made.search("mi cough", 200)})
+    assert lying_in(root / "before", states()[0][:6]), "what is deleted would not be seen"
+    (root / "found.json").write_text(json.dumps(found))
+
+
+def lying_in(folder: Path, notes: list) -> bool:
+    held = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return any(note.text[:60].encode() in held for note in notes)
+
+
+def copied(profile) -> None:
+    """The prepared index in the cache."""
+    from drehr_utils import artifacts
+
+    before = Path(os.environ["DREHR_ROOT"]) / "before"
+    try:
+        artifacts.cached_folder(profile.cache / "index", lambda to: shutil.copytree(before, to, dirs_exist_ok=True))
+    except shutil.Error:  # which lists each file
+        raise OSError("no space left on the device for the prepared index") from None
+
+
+def opened(profile):
+    from drehr_utils.search import index as index_module
+
+    index_module.NOTES_AT_ONCE = 4
+    copied(profile)
+    return index_module.NoteIndex.open(profile.cache / "index")
+
+
+def compaction(profile) -> None:
+    """Some notes change and some go: none of their text is left on the disk."""
+    before, after = states()
+    opened(profile).update(after, remove_gone=True, progress=False)
+    if lying_in(profile.cache / "index", [*before[:6], *before[117:]]):
+        raise OSError("the text of deleted notes is on the disk")
+
+
+def search_on(profile, ended: Path) -> None:
+    found, searches = json.loads((Path(os.environ["DREHR_ROOT"]) / "found.json").read_text()), 0
+    reader = opened(profile)
+    while not ended.exists() or not searches:
+        hits = {hit.chunk_id: (hit.score, hit.text) for hit in reader.search("mi cough", 200)}
+        searches += 1
+        # A batch's padding moves a score's last digits.
+        whole = [state for state in found if {k: v[1] for k, v in state.items()} == {k: v[1] for k, v in hits.items()}]
+        if not any(all(abs(state[k][0] - score) < 1e-4 for k, (score, _) in hits.items()) for state in whole):
+            raise OSError("a search found neither the one state nor the other")
+
+
+def to_and_fro(profile, ended: Path) -> None:
+    before, after = states()
+    written = opened(profile)
+    for notes in (after, before, after):
+        written.update(notes, remove_gone=True, progress=False)
+
+
+def reading(profile) -> None:
+    """Two readers beside a writer; the writer and one of the readers are killed, and another writer goes on."""
+    from drehr_utils.errors import DataError
+
+    copied(profile)
+    logs = profile.cache / "logs"
+    logs.mkdir(exist_ok=True)
+    ended, said = logs / f"ended-{os.getpid()}", logs / f"said-{os.getpid()}"
+
+    def beside(do: Callable):
+        def run() -> None:
+            try:
+                do(profile, ended)
+            except Exception as error:
+                said.write_text(f"{type(error).__name__}: {error}")
+
+        process = _fork.Process(target=run)
+        process.start()
+        return process
+
+    reader, lost, writer = beside(search_on), beside(search_on), beside(to_and_fro)
+    for process in (writer, lost):
+        process.join(random.uniform(0.2, 2))
+        process.kill()
+    again = beside(to_and_fro)
+    again.join()
+    ended.touch()
+    reader.join()
+    if said.exists() or reader.exitcode or again.exitcode:
+        text = said.read_text() if said.exists() else "a process died"
+        raise (DataError if text.startswith("DataError: process ") else OSError)(text)
+
+
 def small_graph():
     from drehr_utils.knowledge.graph import KnowledgeGraph
 
@@ -150,7 +263,8 @@ def notebook(profile) -> None:
 
 
 STAGES: dict[str, Callable] = {
-    stage.__name__: stage for stage in (positives, answers, training, scores, records, index, graph, notebook)
+    stage.__name__: stage
+    for stage in (positives, answers, training, scores, records, index, compaction, reading, graph, notebook)
 }
 
 
@@ -345,6 +459,8 @@ def main(argv: list[str] | None = None) -> int:
             lambda prompt, body: f"- aspirin\n- {hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
         ) as server:
             os.environ["TRIAL_SERVER"] = server.base_url
+            if {"compaction", "reading"} & set(given.only.split(",")):
+                Run(prepare, profile).end()
             for name in given.only.split(","):
                 found[name] = trial(name, profile, given.points, random.Random(f"{given.seed} {name}"))
                 print(f"\n{name}", json.dumps(found[name]), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import os
 import random
 import signal
@@ -13,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from drehr_utils import artifacts
 from drehr_utils.data.notes import Note, chunk_note
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
@@ -128,9 +131,160 @@ def test_only_new_and_changed_notes_are_indexed_again(hybrid, tmp_path):
     assert_same(index, fresh)
     assert_same(NoteIndex.open(index.folder), fresh)
     assert {hit.note_id for hit in index.search("cough", patient="o'brien")} == {"n3"}
-    held = b"".join(path.read_bytes() for path in (index.folder / "chunks.lance").rglob("*") if path.is_file())
-    assert later[1].text.encode()[:60] in held  # so that what is searched for can be found
-    assert not [i for i in (0, 4) if first[i].text.encode()[:60] in held]  # changed and gone: off the disk, too
+    assert on_disk(index, later[1])  # so that what is searched for can be found
+    assert not on_disk(index, first[0]) and not on_disk(index, first[4])  # changed and gone: off the disk, too
+
+
+def on_disk(index, note):
+    return any(note.text.encode()[:60] in path.read_bytes() for path in index.folder.rglob("*") if path.is_file())
+
+
+def rare(n):
+    """Notes that share no word, too short for Lance to compress."""
+    return [note(i, " ".join(hashlib.sha256(f"{i} {j}".encode()).hexdigest()[:12] for j in range(9))) for i in range(n)]
+
+
+def test_one_deleted_note_among_many_leaves_the_disk_as_do_its_words(hybrid, tmp_path):
+    index, given = NoteIndex.create(tmp_path / "mine", hybrid), rare(60)
+    index.update(given, progress=False)
+    index.update(given, progress=False)
+    later = [*given[:10], note(10, "now a cough"), *given[11:-1]]
+    assert on_disk(index, given[10]) and on_disk(index, given[-1])
+    index.update(later, remove_gone=True, progress=False)
+    assert on_disk(index, given[9]) and not on_disk(index, given[10]) and not on_disk(index, given[-1])
+    counted = gzip.decompress((index.folder / "words.json.gz").read_bytes()).decode()
+    assert given[9].text.split()[0] in counted and given[10].text.split()[0] not in counted
+    fresh = NoteIndex.create(tmp_path / "fresh", hybrid)
+    fresh.update(later, progress=False)
+    assert_same(index, fresh)
+    (words,) = (found for found in index.table.list_indices() if found.columns == ["text"])
+    assert (words.num_indexed_rows, words.num_unindexed_rows) == (59, 0)
+
+
+KILLED = """
+import os, sys
+from drehr_utils.data.notes import Note
+from drehr_utils.search.index import NoteIndex
+setattr(NoteIndex, sys.argv[2], lambda self: os.kill(os.getpid(), 9))
+index = NoteIndex.open(sys.argv[1])
+index.update([Note("n0", "p0", "", "now a cough")], remove_gone=True, progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", ["_finish", "_count_words"])
+def test_what_a_kill_left_to_do_the_next_update_does_though_no_note_is_new(hybrid, tmp_path, within):
+    index, given = NoteIndex.create(tmp_path / "mine", hybrid), rare(4)
+    index.update(given, progress=False)
+    before = index.search("cough", top=99)
+    command = [sys.executable, "-c", KILLED, str(index.folder), within]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    assert_found_alike(NoteIndex.open(index.folder).search("cough", top=99), before)  # the last whole state
+    assert on_disk(index, given[0])  # so that what comes isn't true already
+    (index.folder / "partial-1-words.json.gz").write_bytes(given[0].text.encode())
+    later = [note(0, "now a cough", "p0")]
+    assert vars(index.update(later, progress=False)) == {"new": 0, "changed": 0, "unchanged": 1, "gone": 0}
+    assert not any(on_disk(index, old) for old in given)
+    fresh = NoteIndex.create(tmp_path / "fresh", hybrid)
+    fresh.update(later, progress=False)
+    assert_same(index, fresh)
+    version = index.table.version
+    index.update(later, progress=False)
+    assert index.table.version == version  # and then nothing is left to do
+
+
+def test_an_open_index_searches_what_another_process_left(hybrid, tmp_path):
+    index, given = NoteIndex.create(tmp_path / "mine", hybrid), notes(12)
+    index.update(given[:3], progress=False)
+    reader = NoteIndex.open(index.folder)
+    reader.search("mi cough")
+    index.update([*given[2:], note(0, "cough")], remove_gone=True, progress=False)
+    assert_found_alike(reader.search("mi cough", 99), NoteIndex.open(index.folder).search("mi cough", 99))
+
+
+def test_a_search_whose_files_an_update_takes_away_goes_on_with_the_new_ones(hybrid, tmp_path):
+    index, given = NoteIndex.create(tmp_path / "mine", hybrid), notes(12)
+    index.update(given[:3], progress=False)
+    updates = [given[:6], given[3:9], given[4:]]
+
+    class Late(Hybrid):
+        def embed_queries(self, queries):
+            """In the middle of a search."""
+            if updates:
+                index.update(updates.pop(0), remove_gone=True, progress=False)
+            return super().embed_queries(queries)
+
+    opened = NoteIndex.open(index.folder)
+    reader = NoteIndex(index.folder, Late(**vars(opened.hybrid)), opened.table)
+    hits = reader.search("mi cough", top=99)
+    assert not updates
+    assert_found_alike(hits, NoteIndex.open(index.folder).search("mi cough", 99))
+    for path in (index.folder / "chunks.lance/data").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r"^mine/: can't be read .*; if nothing indexes just now, index the notes anew"):
+        NoteIndex.open(index.folder).search("cough")
+
+
+def test_a_second_writer_is_told_of_the_first(index):
+    with artifacts.lock(index.folder / ".lock", "indexing notes"), pytest.raises(DataError, match="indexing notes sin"):
+        index.update([], progress=False)
+
+
+ON_A_SMALL_DISK = """
+import os, subprocess, sys
+from pathlib import Path
+from drehr_utils.data.notes import Note
+from drehr_utils.errors import DataError
+from drehr_utils.search.hybrid import Hybrid
+from drehr_utils.search.index import NoteIndex
+
+def mount(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", sys.argv[2]], check=True)
+
+def fails(do):
+    try:
+        do()
+    except DataError as error:
+        print(error)
+
+hybrid, folder = Hybrid.load(sys.argv[1]), Path(sys.argv[2]) / "mine"
+notes = [Note(f"n{i}", "p", "", text) for i, text in enumerate(Path(sys.argv[3]).read_text().splitlines())]
+mount("size=1g")
+index = NoteIndex.create(folder, hybrid)
+index.update(notes[:2], progress=False)
+before = index.search("cough", top=99)
+mount("remount,ro")
+fails(lambda: index.update(notes, progress=False))
+assert NoteIndex.open(folder).search("cough", top=99) == before
+fails(lambda: NoteIndex.create(folder.parent / "other", hybrid))
+disk = os.statvfs(folder)
+mount(f"remount,rw,size={(disk.f_blocks - disk.f_bfree) * disk.f_bsize + 65_536}")
+fails(lambda: index.update(notes, progress=False))
+assert index.search("cough", top=99) == before
+fails(lambda: NoteIndex.create(folder.parent / "other", hybrid))
+mount("remount,size=1g")
+index.update(notes, progress=False)
+assert len(index.search("cough", top=99)) == 2 * len(notes)
+NoteIndex.create(folder.parent / "other", hybrid)
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_cannot_be_written_is_named_and_takes_nothing_along(hybrid, tmp_path):
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no mounts of one's own here")
+    hybrid.save(tmp_path / "hybrid")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "texts").write_text("\n".join(n.text for n in notes(24)))
+    places = [str(tmp_path / name) for name in ("hybrid", "disk", "texts")]
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", ON_A_SMALL_DISK, *places], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    full = "the disk is full; make room, then run this again; what is in the index stays whole"
+    said = [line.split(" (")[0] for line in done.stdout.splitlines()]
+    assert said == ["mine/: can't be written to", "other/: can't be written to", f"mine/: {full}", f"other/: {full}"]
 
 
 def test_the_folder_is_the_owners_alone_and_no_git_sees_it(index):
