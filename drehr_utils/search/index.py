@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
 NOTES_AT_ONCE = 64  # what a kill costs
+# Above so many chunks vectors are searched by product codes in partitions, the best of the nearest ones rescored exactly
+# (tests/benchmarks/bench_index_scale.py chose these)
+EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 32, 2000
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
@@ -72,6 +75,12 @@ class Update:
     changed: int
     unchanged: int
     gone: int
+
+
+def schema(dimension: int) -> pa.Schema:
+    """Columns of the table: texts, and vectors of that many numbers."""
+    vector = pa.field("vector", pa.list_(pa.float32(), dimension))
+    return pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
 
 
 def is_new(folder: Path) -> bool:
@@ -113,27 +122,36 @@ class NoteIndex:
         except ImportError:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
-        vector = pa.field("vector", pa.list_(pa.float32(), hybrid.encoder.get_embedding_dimension()))
-        schema = pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
         database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
-        return cls(folder, hybrid, database.create_table(_TABLE, schema=schema, exist_ok=True))
+        columns = schema(hybrid.encoder.get_embedding_dimension())
+        return cls(folder, hybrid, database.create_table(_TABLE, schema=columns, exist_ok=True))
 
     def notes(self) -> dict[str, str]:
         """Note id -> digest of the note that is in the index."""
         found = self.table.search().select(["note_id", "note_digest"]).to_arrow()
         return dict(zip(found["note_id"].to_pylist(), found["note_digest"].to_pylist(), strict=True))
 
-    def update(self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True) -> Update:
+    def update(
+        self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True, workers: int = 0
+    ) -> Update:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
 
-        A second writer at the same time is a DataError. What was killed goes on with the next call."""
+        workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a DataError. What was killed goes on with the next call."""
         with artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
             known = self.notes()
             digests = {note.note_id: _digest(note) for note in notes}
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = [note_id for note_id in known if note_id not in digests]
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
-                for some in _batches(wanted, NOTES_AT_ONCE):
+                rest = wanted
+                if workers:
+                    from drehr_utils.search.index_ray import add_notes
+
+                    rest = [note for note in wanted if note.note_id in known]  # what replaces rows isn't Ray's
+                    new = [note for note in wanted if note.note_id not in known]
+                    for some in add_notes(self, list(_batches(new, NOTES_AT_ONCE)), workers):
+                        bar.update(len(some))
+                for some in _batches(rest, NOTES_AT_ONCE):
                     self._add(some)
                     bar.update(len(some))
             if remove_gone:
@@ -144,8 +162,8 @@ class NoteIndex:
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
 
-    def _add(self, notes: Sequence[Note]) -> None:
-        """In one commit: what the index had of these notes goes as they come."""
+    def rows_of(self, notes: Sequence[Note]) -> pa.Table:
+        """The notes' chunks, encoded, as rows of the table."""
         chunks = [(chunk, note) for note in notes for chunk in chunk_note(note)]
         vectors = encoders.encode(self.hybrid.encoder, [chunk.text for chunk, _ in chunks], batch_size=16)
         columns = {
@@ -156,9 +174,13 @@ class NoteIndex:
             "text": [chunk.text for chunk, _ in chunks],
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]),
         }
+        return pa.table(columns, schema=self.table.schema)
+
+    def _add(self, notes: Sequence[Note]) -> None:
+        """In one commit: what the index had of these notes goes as they come."""
         merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         stale = _is_in("note_id", [note.note_id for note in notes])
-        merge.when_not_matched_by_source_delete(stale).execute(pa.table(columns, schema=self.table.schema))
+        merge.when_not_matched_by_source_delete(stale).execute(self.rows_of(notes))
 
     def _finish(self) -> None:
         """Indexes of words and patients, and what was deleted removed from the disk, too."""
@@ -169,11 +191,27 @@ class NoteIndex:
             self.table.create_index("text", config=FTS(stem=False, remove_stop_words=False, ascii_folding=False))
         if "patient" not in have:
             self.table.create_index("patient", config=BTree())
+        self.index_vectors()
         with warnings.catch_warnings(
             action="ignore"
         ):  # of a reader that might lose its version: it asks for the newest
             self.table.optimize(cleanup_older_than=datetime.timedelta(0), delete_unverified=True)
         self._count_words()
+
+    def index_vectors(self) -> None:
+        """Above EXACT_UP_TO chunks: product codes (IVF-PQ), made anew when the table has four times the rows that they
+        were fitted to, which their name tells."""
+        from lancedb.index import IvfPq
+
+        rows = self.table.count_rows()
+        old = [index.name for index in self.table.list_indices() if "vector" in index.columns]
+        if rows <= EXACT_UP_TO or any(rows < 4 * int(name.split("-")[1]) for name in old):
+            return
+        for name in old:
+            self.table.drop_index(name)
+        codes = self.table.schema.field("vector").type.list_size // 8
+        config = IvfPq(distance_type="cosine", num_partitions=rows // PARTITION, num_sub_vectors=codes)
+        self.table.create_index("vector", config=config, name=f"vectors-{rows}")
 
     def _count_words(self) -> WordCounts:
         batches = self.table.search().select(["text"]).to_batches()
@@ -205,7 +243,7 @@ class NoteIndex:
         names = sorted(names_of(query, self.hybrid.graph))
         expanded = expand_query(query, self.hybrid.graph)
         vector = self.hybrid.embed_queries([query])
-        found = self._candidates(vector[0], expanded, names) if patient is None else self._of_patient(patient)
+        found = self._candidates(vector[0], expanded, names) if patient is None else self.of_patient(patient)
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
@@ -223,18 +261,24 @@ class NoteIndex:
             hits.append(Hit(float(scores[i]), float(similarity[i]), dict(named), spans, denied, *of_chunk))
         return hits
 
-    def _of_patient(self, patient: str) -> pa.Table:
+    def of_patient(self, patient: str) -> pa.Table:
+        """All rows of a patient; raises DataError where there is none."""
         found = self.table.search().where(_is_in("patient", [patient])).to_arrow()
         if not len(found):
             raise DataError(f"{self.folder.name}/: no note of patient {patient!r} is in the index")
         return found
+
+    def nearest(self, vector: np.ndarray):
+        """The search for the `depth` nearest rows by cosine, exact up to EXACT_UP_TO rows: LanceDB's query builder."""
+        search = self.table.search(vector).distance_type("cosine").limit(self.depth)
+        return search.nprobes(PROBES).refine_factor(max(REFINED // self.depth, 1))
 
     def _candidates(self, vector: np.ndarray, expanded: str, names: Sequence[str]) -> pa.Table:
         """What is nearest, what has words of the expanded query, and what has all words of a name."""
         from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur
 
         whole = [(Occur.SHOULD, MatchQuery(name, "text", operator=FullTextOperator.AND)) for name in names]
-        searches = [(self.table.search(vector).distance_type("cosine"), "_distance")]
+        searches = [(self.nearest(vector), "_distance")]
         for query in (MatchQuery(expanded, "text"), BooleanQuery(whole)):
             searches.append((self.table.search(query, query_type="fts"), "_score"))
         columns = [*_TEXTS, "vector"]
