@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
 NOTES_AT_ONCE = 64  # what a kill costs
-# Above so many chunks vectors are searched by product codes in partitions, the best of the nearest ones rescored exactly
-# (tests/benchmarks/bench_index_scale.py chose these)
+# Above so many chunks vectors are searched by product codes in partitions, and the best are rescored exactly; chosen by
+# tests/benchmarks/bench_index_scale.py
 EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 32, 2000
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
@@ -136,7 +136,8 @@ class NoteIndex:
     ) -> Update:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
 
-        workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a DataError. What was killed goes on with the next call."""
+        workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a
+        DataError. What was killed goes on with the next call."""
         with artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
             known = self.notes()
             digests = {note.note_id: _digest(note) for note in notes}

@@ -123,7 +123,7 @@ def ratios(similarities: np.ndarray) -> np.ndarray:
 
 
 def between(real: np.ndarray, neighbours: np.ndarray, n: int, noise: float, seed: object) -> np.ndarray:
-    """n unit vectors, each at a random place between a real one and one of its neighbours, plus noise of that length."""
+    """n unit vectors, each somewhere between a real one and one of its neighbours, plus noise of that length."""
     rng = np.random.default_rng(seed)
     one = rng.integers(len(real), size=n)
     other = neighbours[one, rng.integers(neighbours.shape[1], size=n)]
@@ -332,15 +332,12 @@ def of_table(work: Path, size: int, kind: str) -> dict[str, float]:
             start = time.perf_counter()
             rows = opened.of_patient(str(patient))
             times.append(1000 * (time.perf_counter() - start))
-            own = rows_from(work, patient * PATIENT_CHUNKS, (patient + 1) * PATIENT_CHUNKS)
-            got = rows["vector"].combine_chunks().flatten().to_numpy().reshape(-1, DIM)
-            query = queries[i % len(queries)]
-            ids = rows["id"].to_numpy(zero_copy_only=False).astype(int)[np.argsort(-(got @ query), kind="stable")]
-            right = patient * PATIENT_CHUNKS + np.argsort(-(own @ query), kind="stable")
-            same += bool(
-                len(ids) == len(right)
-                and np.allclose(own[ids % PATIENT_CHUNKS] @ query, own[right % PATIENT_CHUNKS] @ query)
-            )
+            span = range(patient * PATIENT_CHUNKS, (patient + 1) * PATIENT_CHUNKS)
+            held = rows["vector"].combine_chunks().flatten().to_numpy().reshape(-1, DIM)
+            own, ids = rows_from(work, span.start, span.stop), rows["id"].to_numpy(zero_copy_only=False).astype(int)
+            scores, right = held @ queries[i % len(queries)], own @ queries[i % len(queries)]
+            at = np.argsort(ids)
+            same += ids[at].tolist() == list(span) and bool(np.allclose(scores[at], right, atol=1e-6))
     result |= {"patients": PATIENTS, "patients_same": same, "patient_p95_ms": round(float(np.percentile(times, 95)), 2)}
     return result | {"query_mb": found["peak_mb"]}
 
@@ -390,6 +387,7 @@ def ivfpq(work: Path, size: int) -> dict[str, float]:
 
     def make():
         lists = max(size // PARTITION, 1)
+        sample = np.random.default_rng(0).choice(size, min(size, 64 * lists + 10_000), replace=False)
         index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIM), DIM, lists, DIM // 8, 8, faiss.METRIC_INNER_PRODUCT)
         index.train(
             mapped[np.sort(np.random.default_rng(0).choice(size, min(size, 64 * lists + 10_000), replace=False))]
