@@ -389,9 +389,7 @@ def ivfpq(work: Path, size: int) -> dict[str, float]:
         lists = max(size // PARTITION, 1)
         sample = np.random.default_rng(0).choice(size, min(size, 64 * lists + 10_000), replace=False)
         index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIM), DIM, lists, DIM // 8, 8, faiss.METRIC_INNER_PRODUCT)
-        index.train(
-            mapped[np.sort(np.random.default_rng(0).choice(size, min(size, 64 * lists + 10_000), replace=False))]
-        )
+        index.train(mapped[np.sort(sample)])
         for _, block in blocks(work, size):
             index.add(block)
         index.nprobe = PROBES
