@@ -31,13 +31,16 @@ ATTEMPTS = 3  # of a part, after which its error is the run's
 @contextmanager
 def _cluster(workers: int) -> Iterator[None]:
     """Ray, closed to other users and machines: its sockets are loopback's, its files in a folder of mode 0700."""
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+            "0"  # as it is called on Linux, too: no address but loopback's
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it tells its makers
     try:
         import lance  # noqa: F401
         import ray
     except ImportError:
         raise DataError("--workers needs Ray and Lance: pip install 'drehr_utils[scale]'") from None
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it tells its makers
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = None
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(address, log_to_driver=False, logging_level="ERROR")
@@ -45,9 +48,11 @@ def _cluster(workers: int) -> Iterator[None]:
         folder = tempfile.mkdtemp(prefix="drehr_")
         ray.init(
             num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder,
-            _node_ip_address="127.0.0.1", object_store_memory=256 * 2**20,
+            object_store_memory=256 * 2**20,
         )  # fmt: skip
     try:
+        if folder and ray.util.get_node_ip_address() != "127.0.0.1":
+            raise DataError("Ray was imported before this, and listens to the network: use a new Python process")
         yield
     finally:
         ray.shutdown()

@@ -250,7 +250,8 @@ def open_index(folder: Path):
 
     from drehr_utils.search import index
 
-    table = lancedb.connect(str(folder)).create_table("chunks", schema=index.schema(DIM), exist_ok=True)
+    database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
+    table = database.create_table("chunks", schema=index.schema(DIM), exist_ok=True)
     return index.NoteIndex(folder, None, table)
 
 
@@ -291,14 +292,13 @@ def lance(work: Path, size: int) -> dict[str, float]:
 
 def ray(work: Path, size: int) -> dict[str, float]:
     """The same on Ray; a third of the way its newest worker is killed."""
-    import cloudpickle
-
     from drehr_utils.search.index_ray import append_on_ray
 
     folder, took, killed = work / f"ray-{size}", {}, 0
     shutil.rmtree(folder, ignore_errors=True)
     spans = [(at, min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a worker doesn't find this file by its name
+    # Where a worker finds this file by its name
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
     def maker(place: str = str(work)):
         return lambda span: rows_of_block(place, *span)

@@ -1,13 +1,12 @@
 """bench_index_scale's parts at small sizes: exact search against faiss, ratios by hand, tables against exact search."""
 
+import importlib.util
 import json
-import os
 
 import faiss
 import numpy as np
 import pytest
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("lancedb")
 bench = pytest.importorskip("bench_index_scale")
 SIZE = 3000
@@ -83,9 +82,8 @@ def test_faiss_beside_it(work, coded):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("ray", "lance"))), reason="needs the extra `scale`")
 def test_on_ray_with_a_worker_killed_the_table_is_whole(work, coded):
-    pytest.importorskip("ray")
-    pytest.importorskip("lance")
     assert bench.ray(work, SIZE)["killed"] == 1
     table = bench.open_index(work / f"ray-{SIZE}").table.search().select(["id", "vector"]).to_arrow()
     ids = table["id"].to_numpy(zero_copy_only=False).astype(int)
