@@ -7,7 +7,6 @@ import pytest
 
 from drehr_utils.profiles import ROOT
 
-
 STAGES = ["positives,answers,training", "scores,records,index", "compaction,reading", "notebook"]
 
 

@@ -46,6 +46,9 @@ T = TypeVar("T")
 DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
 NOTES_AT_ONCE = 64  # what a kill costs
 TRIES = 10  # of a search whose files an update takes away
+# Above so many chunks vectors are searched by product codes in partitions, and the best are rescored exactly; chosen by
+# tests/benchmarks/bench_index_scale.py
+EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 32, 2000
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 _UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
@@ -75,6 +78,12 @@ class Update:
     changed: int
     unchanged: int
     gone: int
+
+
+def schema(dimension: int) -> pa.Schema:
+    """Columns of the table: texts, and vectors of that many numbers."""
+    vector = pa.field("vector", pa.list_(pa.float32(), dimension))
+    return pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
 
 
 def is_new(folder: Path) -> bool:
@@ -140,22 +149,23 @@ class NoteIndex:
         except ImportError:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
-        vector = pa.field("vector", pa.list_(pa.float32(), hybrid.encoder.get_embedding_dimension()))
-        schema = pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
         database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
+        columns = schema(hybrid.encoder.get_embedding_dimension())
         with _writing(folder):
-            return cls(folder, hybrid, database.create_table(_TABLE, schema=schema, exist_ok=True))
+            return cls(folder, hybrid, database.create_table(_TABLE, schema=columns, exist_ok=True))
 
     def notes(self) -> dict[str, str]:
         """Note id -> digest of the note that is in the index."""
         found = self.table.search().select(["note_id", "note_digest"]).to_arrow()
         return dict(zip(found["note_id"].to_pylist(), found["note_digest"].to_pylist(), strict=True))
 
-    def update(self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True) -> Update:
+    def update(
+        self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True, workers: int = 0
+    ) -> Update:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
 
-        A second writer at the same time is a DataError, as is a full disk. What was killed goes on with the next call.
-        """
+        workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a
+        DataError, as is a full disk. What was killed goes on with the next call."""
         unfinished = self.folder / _UNFINISHED
         with _writing(self.folder), artifacts.lock(self.folder / ".lock", "indexing notes", wait=False):
             for left in self.folder.glob(f"partial-*-{_WORDS}"):  # a killed run's
@@ -167,7 +177,15 @@ class NoteIndex:
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
-                for some in _batches(wanted, NOTES_AT_ONCE):
+                rest = wanted
+                if workers:
+                    from drehr_utils.search.index_ray import add_notes
+
+                    rest = [note for note in wanted if note.note_id in known]  # what replaces rows isn't Ray's
+                    new = [note for note in wanted if note.note_id not in known]
+                    for some in add_notes(self, list(_batches(new, NOTES_AT_ONCE)), workers):
+                        bar.update(len(some))
+                for some in _batches(rest, NOTES_AT_ONCE):
                     self._add(some)
                     bar.update(len(some))
             if remove_gone:
@@ -179,8 +197,8 @@ class NoteIndex:
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
 
-    def _add(self, notes: Sequence[Note]) -> None:
-        """In one commit: what the index had of these notes goes as they come."""
+    def rows_of(self, notes: Sequence[Note]) -> pa.Table:
+        """The notes' chunks, encoded, as rows of the table."""
         chunks = [(chunk, note) for note in notes for chunk in chunk_note(note)]
         vectors = encoders.encode(self.hybrid.encoder, [chunk.text for chunk, _ in chunks], batch_size=16)
         columns = {
@@ -191,9 +209,13 @@ class NoteIndex:
             "text": [chunk.text for chunk, _ in chunks],
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]),
         }
+        return pa.table(columns, schema=self.table.schema)
+
+    def _add(self, notes: Sequence[Note]) -> None:
+        """In one commit: what the index had of these notes goes as they come."""
         merge = self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         stale = _is_in("note_id", [note.note_id for note in notes])
-        merge.when_not_matched_by_source_delete(stale).execute(pa.table(columns, schema=self.table.schema))
+        merge.when_not_matched_by_source_delete(stale).execute(self.rows_of(notes))
 
     def _finish(self) -> None:
         """Indexes of words and patients, and what was deleted removed from the disk, too."""
@@ -204,6 +226,7 @@ class NoteIndex:
             self.table.create_index("text", config=FTS(stem=False, remove_stop_words=False, ascii_folding=False))
         if "patient" not in have:
             self.table.create_index("patient", config=BTree())
+        self.index_vectors()
         self._rewrite_deleted()
         version = 0
         while version != (version := self.table.version):  # until nothing is left to compact, or to add to an index
@@ -220,6 +243,21 @@ class NoteIndex:
         for fragment in sorted({int(path.name.split("-")[0]) for path in marks}):
             rows = f"_rowid >= {fragment << 32} AND _rowid < {fragment + 1 << 32}"
             self.table.update(where=rows, values_sql={"id": "id"})
+
+    def index_vectors(self) -> None:
+        """Above EXACT_UP_TO chunks: product codes (IVF-PQ), made anew when the table has four times the rows that they
+        were fitted to, which their name tells."""
+        from lancedb.index import IvfPq
+
+        rows = self.table.count_rows()
+        old = [index.name for index in self.table.list_indices() if "vector" in index.columns]
+        if rows <= EXACT_UP_TO or any(rows < 4 * int(name.split("-")[1]) for name in old):
+            return
+        for name in old:
+            self.table.drop_index(name)
+        codes = self.table.schema.field("vector").type.list_size // 8
+        config = IvfPq(distance_type="cosine", num_partitions=rows // PARTITION, num_sub_vectors=codes)
+        self.table.create_index("vector", config=config, name=f"vectors-{rows}")
 
     def _count_words(self) -> None:
         counts = {"version": self.table.version, **asdict(self._words_of(self.table))}
@@ -284,7 +322,7 @@ class NoteIndex:
         names = sorted(names_of(query, self.hybrid.graph))
         expanded = expand_query(query, self.hybrid.graph)
         vector = self.hybrid.embed_queries([query])
-        found = self._candidates(vector[0], expanded, names) if patient is None else self._of_patient(patient)
+        found = self._candidates(vector[0], expanded, names) if patient is None else self.of_patient(patient)
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
@@ -302,18 +340,24 @@ class NoteIndex:
             hits.append(Hit(float(scores[i]), float(similarity[i]), dict(named), spans, denied, *of_chunk))
         return hits
 
-    def _of_patient(self, patient: str) -> pa.Table:
+    def of_patient(self, patient: str) -> pa.Table:
+        """All rows of a patient; raises DataError where there is none."""
         found = self.table.search().where(_is_in("patient", [patient])).to_arrow()
         if not len(found):
             raise DataError(f"{self.folder.name}/: no note of patient {patient!r} is in the index")
         return found
+
+    def nearest(self, vector: np.ndarray):
+        """The search for the `depth` nearest rows by cosine, exact up to EXACT_UP_TO rows: LanceDB's query builder."""
+        search = self.table.search(vector).distance_type("cosine").limit(self.depth)
+        return search.nprobes(PROBES).refine_factor(max(REFINED // self.depth, 1))
 
     def _candidates(self, vector: np.ndarray, expanded: str, names: Sequence[str]) -> pa.Table:
         """What is nearest, what has words of the expanded query, and what has all words of a name."""
         from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur
 
         whole = [(Occur.SHOULD, MatchQuery(name, "text", operator=FullTextOperator.AND)) for name in names]
-        searches = [(self.table.search(vector).distance_type("cosine"), "_distance")]
+        searches = [(self.nearest(vector), "_distance")]
         for query in (MatchQuery(expanded, "text"), BooleanQuery(whole)):
             searches.append((self.table.search(query, query_type="fts"), "_score"))
         columns = [*_TEXTS, "vector"]
