@@ -381,14 +381,14 @@ def ivfpq(work: Path, size: int) -> dict[str, float]:
     """Partitions, probes and rescoring as the index's, the vectors to rescore read from the file."""
     import faiss
 
-    from drehr_utils.search.index import PARTITION, PROBES, REFINED
+    from drehr_utils.search.index import CODED, PARTITION, PROBES, REFINED
 
     mapped = np.memmap(work / "vectors.f32", np.float32, "r", shape=(size, DIM))
 
     def make():
         lists = max(size // PARTITION, 1)
         sample = np.random.default_rng(0).choice(size, min(size, 64 * lists + 10_000), replace=False)
-        index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIM), DIM, lists, DIM // 8, 8, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIM), DIM, lists, DIM // CODED, 8, faiss.METRIC_INNER_PRODUCT)
         index.train(mapped[np.sort(sample)])
         for _, block in blocks(work, size):
             index.add(block)
