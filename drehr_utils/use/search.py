@@ -80,7 +80,7 @@ def make_index(options: argparse.Namespace) -> None:
         raise DataError(f"{options.index.name}/: has its model already; leave --model out, or name a new folder")
     else:
         index = NoteIndex.open(options.index)
-    done = index.update(notes, options.remove_gone)
+    done = index.update(notes, options.remove_gone, workers=options.workers or 0)
     gone = f", {done.gone} {'removed' if options.remove_gone else 'no longer there: --remove-gone removes them'}"
     print(
         f"{options.index}/: {done.new} notes added, {done.changed} changed, {done.unchanged} as they were"
@@ -138,6 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     index.set_defaults(run=make_index)
     index.add_argument("--model", type=Path, help="of a new index: what train made, or an encoder (the shipped hybrid)")
     index.add_argument("--remove-gone", action="store_true", help="take out the notes that aren't in NOTES any more")
+    index.add_argument("--workers", type=_number, metavar="N", help="encode on N processes of Ray, or on the cluster that "
+                       "RAY_ADDRESS names (pip install 'drehr_utils[scale]')")  # fmt: skip
     query = commands.add_parser("query", help="search an index", formatter_class=_FORMAT)
     query.set_defaults(run=ask)
     query.add_argument("query", nargs="?", help="an entity: a disease, a procedure, a drug, a finding")
