@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drehr_utils.search.index import NoteIndex
 
 T = TypeVar("T")
-ATTEMPTS = 3  # of a part, after which its error is the run's
+ATTEMPTS = 3  # at a part, where workers die
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def append_on_ray(
     """Appends the rows of all parts and yields each part once it is in the table, in the order in which they are done.
 
     make: called once in each worker, gives the function from a part to its rows. Raises DataError for a part that
-    failed ATTEMPTS times."""
+    raises, or whose worker died ATTEMPTS times."""
     with _cluster(workers):
         import lance
         import ray
