@@ -75,6 +75,18 @@ def test_the_table_finds_what_is_near(work, coded):
     assert f"vectors-{SIZE}" in names
 
 
+def test_codes_are_fitted_anew_when_there_are_four_times_the_rows(work, coded, tmp_path):
+    opened, names = bench.open_index(tmp_path / "table"), []
+    for start, stop in ((0, 500), (500, 1500), (1500, 2500), (2500, SIZE)):
+        opened.table.add(bench.rows_of_block(str(work), start, stop))
+        opened.index_vectors()
+        names.append([index.name for index in opened.table.list_indices()])
+    assert names == [[], ["vectors-1500"], ["vectors-1500"], ["vectors-1500"]]
+    opened.table.add(bench.rows_of_block(str(work), 0, SIZE))
+    opened.index_vectors()
+    assert [index.name for index in opened.table.list_indices()] == [f"vectors-{2 * SIZE}"]
+
+
 def test_faiss_beside_it(work, coded):
     assert bench.flat(work, SIZE)["recall"] > 0.999
     assert bench.ivfpq(work, SIZE)["recall"] > 0.9
