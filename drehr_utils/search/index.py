@@ -48,7 +48,7 @@ NOTES_AT_ONCE = 64  # what a kill costs
 TRIES = 10  # of a search whose files an update takes away
 # Above so many chunks vectors are searched by product codes in partitions, and the best are rescored exactly; chosen by
 # tests/benchmarks/bench_index_scale.py
-EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 64, 2000
+EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 400, 2000
 CODED = 4  # numbers of a vector that one byte stands for
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 _UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
