@@ -8,14 +8,15 @@ shape with random weights. A step is the collator, forward, loss, backward, clip
 every entity that was drawn, repeats too, pads chunks to the batch's longest and entities likewise (at most 16 tokens),
 and has one pass for each, in fp32.
 
-What else differs in their code would make it slower, and is left out: attention's fused kernel, dropout, a copy of each
-chunk's negatives for the similarities, metrics of every step. It cuts chunks at 160 tokens; here both read all of
-them, so that they have one loss. Each step is a process of its own, and turns alternate, so that other load
-meets both; a speed-up is the ratio within one batch. A small batch comes first, untimed.
+All else that is theirs and leaves the loss as it is, is in the plain step too: transformers' default attention (ours is
+the plain one, faster backwards on a CPU), and a copy of the negatives for each chunk's cosines. What would change
+the loss or is no training is left out, to its advantage: dropout, metrics of every step; and both read whole chunks,
+which theirs cuts at 160 tokens. Each step is a process of its own, and turns alternate, so that other load meets
+both; a speed-up is the ratio within one batch. A small batch comes first, untimed.
 
-The share is of the rate of a large bf16 matrix product, timed before each of our steps. Operations are those of the
-encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128 and the prefix
-is train_gpu_ (not tried yet).
+The share is of the rate of square bf16 matrix products of the best size, timed before each of our steps. Operations
+are those of the encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128
+and the prefix is train_gpu_ (not tried yet).
 
 `--write`: also figures/benchmarks/training_step.json."""
 
@@ -47,7 +48,7 @@ from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.sampling import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS, WARM_ROWS, PRODUCT = ("ours", "plain"), 4, 4096
+KINDS, WARM_ROWS, PRODUCTS = ("ours", "plain"), 4, (1024, 2048, 4096)  # rows; sides of square matrices
 BGE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 
 
@@ -66,13 +67,12 @@ def plain_collate(rows: Sequence[Row], encoder: SentenceTransformer) -> dict:
 
 def plain_loss(model: torch.nn.Module, inputs: dict) -> Tensor:
     """The code's loss: a chunk's own entities are its positives, the others' its negatives. Scalar."""
-    chunks, entities = (
-        torch.nn.functional.normalize(model(dict(inputs[name]))["sentence_embedding"], dim=1)
-        for name in ("chunks", "entities")
-    )
-    own = torch.eye(len(chunks), dtype=torch.bool, device=chunks.device)
-    own = own.repeat_interleave(len(entities) // len(chunks), dim=1)
-    return losses.batch_multi_similarity_loss(chunks @ entities.T, own, ~own)
+    chunks, entities = (model(dict(inputs[name]))["sentence_embedding"] for name in ("chunks", "entities"))
+    each = entities.unflatten(0, (len(chunks), -1))  # [chunks, positives, dim]
+    others = torch.stack([torch.cat([each[:i], each[i + 1 :]]).flatten(0, 1) for i in range(len(chunks))])
+    parts = [torch.nn.functional.cosine_similarity(chunks[:, None], part, dim=2) for part in (each, others)]
+    own = torch.cat([torch.full_like(part, n == 0, dtype=torch.bool) for n, part in enumerate(parts)], dim=1)
+    return losses.batch_multi_similarity_loss(torch.cat(parts, dim=1), own, ~own)
 
 
 def work(inputs: dict, encoder: SentenceTransformer) -> dict[str, float]:
@@ -96,14 +96,18 @@ def buckets(part: dict | list) -> list[dict]:
 
 
 def product_tflops(device: str, repeats: int = 5) -> float:
-    """The rate of a large bf16 matrix product, teraflop a second: the median of a few."""
-    a, b = (torch.randn(PRODUCT, PRODUCT, device=device).bfloat16() for _ in range(2))
-    seconds = []
-    for _ in range(repeats + 1):
-        start = now(device)
+    """The rate of square bf16 matrix products, teraflop a second: the median of a few, of the best of the sizes."""
+    rates = []
+    for size in PRODUCTS:
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         a @ b
-        seconds.append(now(device) - start)
-    return 2 * PRODUCT**3 / statistics.median(seconds[1:]) / 1e12
+        seconds = []
+        for _ in range(repeats):
+            start = now(device)
+            a @ b
+            seconds.append(now(device) - start)
+        rates.append(2 * size**3 / statistics.median(seconds) / 1e12)
+    return max(rates)
 
 
 def now(device: str) -> float:
@@ -115,20 +119,25 @@ def now(device: str) -> float:
 class Turns(TrainerCallback):
     """Waits before each step until it may begin, and tells afterwards what the step took."""
 
-    def __init__(self, device: str, rates: bool, wait: Callable[[], object], tell: Callable[[dict], object]):
-        self.device, self.rates, self.wait, self.tell = device, rates, wait, tell
+    def __init__(self, kind: str, encoder: SentenceTransformer, wait: Callable[[], object], tell: Callable):
+        self.kind, self.encoder, self.wait, self.tell = kind, encoder, wait, tell
+        self.device, self.attention = encoder.device.type, encoder[0].auto_model.config._attn_implementation
         self.collating, self.work = 0.0, {}
 
-    def collate(self, rows: list[Row], collator: Callable[[list[Row]], dict], encoder: SentenceTransformer) -> dict:
+    def on_train_begin(self, *_, **__):
+        if self.kind == "plain":  # prepare_for_training has taken another
+            self.encoder[0].auto_model.set_attn_implementation(self.attention)
+
+    def collate(self, rows: list[Row], collator: Callable[[list[Row]], dict]) -> dict:
         start = time.perf_counter()
         inputs = collator(rows)
         self.collating = time.perf_counter() - start  # of one thread, that is processor time as well
-        self.work = work(inputs, encoder)
+        self.work = work(inputs, self.encoder)
         return inputs
 
     def on_step_begin(self, *_, **__):
         self.wait()
-        self.tflops = product_tflops(self.device) if self.rates else 0.0
+        self.tflops = product_tflops(self.device) if self.kind == "ours" else 0.0
         self.start, self.cpu = now(self.device), time.process_time()
 
     def on_step_end(self, *_, **__):
@@ -149,12 +158,12 @@ def steps(
     numbers = iter(range(len(rows)))
     schedule = [[next(numbers) for _ in batch] for batch in batches]
     config = StageConfig(positives_per_chunk=len(rows[0].drawn), batch_size=len(batches[-1]))
-    turns = Turns(encoder.device.type, kind == "ours", wait, tell)
+    turns = Turns(kind, encoder, wait, tell)
     if kind == "ours":
         collator, loss, settings = sampling.Collator(encoder), partial(trainer.batch_loss, config=config), {}
     else:
         collator, loss, settings = partial(plain_collate, encoder=encoder), plain_loss, {"bf16": False}
-    collate = partial(turns.collate, collator=collator, encoder=encoder)
+    collate = partial(turns.collate, collator=collator)
     with tempfile.TemporaryDirectory() as output:
         curve = trainer.train(
             encoder, rows, schedule, collate, loss, config, Path(output), progress=False, callbacks=[turns], **settings

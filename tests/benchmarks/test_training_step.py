@@ -81,7 +81,7 @@ def test_work_by_hand(encoder):
 
 
 def test_turns_wait_for_the_word_and_tell_of_each_step(encoder, monkeypatch):
-    monkeypatch.setattr(bench, "PRODUCT", 64)
+    monkeypatch.setattr(bench, "PRODUCTS", (64,))
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     for kind in bench.KINDS:
         encoder.load_state_dict(before)
