@@ -1,0 +1,328 @@
+"""A step of training against the plain two-pass step of DR.EHR's public code (§3.3, §4.2): same batches, turn by turn.
+
+    OMP_NUM_THREADS=2 python tests/benchmarks/bench_training_step.py [--batches 6] [--bge-batches 2] [--write]
+
+The batches are stage I's of the open corpus, 32 chunks of 32 entities each: for MiniLM, and for a BERT of bge-base's
+shape with random weights. A step is the collator, forward, loss, backward, clipping and AdamW. Ours is
+`training.trainer`'s, with bf16 where the machine is fast at it. The plain step does as the authors' code: it encodes
+every entity that was drawn, repeats too, pads chunks to the batch's longest and entities likewise (at most 16 tokens),
+and has one pass for each, in fp32.
+
+All else that is theirs and leaves the loss as it is, is in the plain step too: transformers' default attention (ours is
+the plain one, faster backwards on a CPU), and a copy of the negatives for each chunk's cosines. What would change
+the loss or is no training is left out, to its advantage: dropout, metrics of every step; and both read whole chunks,
+which theirs cuts at 160 tokens. Each step is a process of its own, and turns alternate, so that other load meets
+both; a speed-up is the ratio within one batch. A small batch comes first, untimed.
+
+The share is of the rate of square bf16 matrix products of the best size, timed before each of our steps. Operations
+are those of the encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128
+and the prefix is train_gpu_ (not tried yet).
+
+`--write`: also figures/benchmarks/training_step.json."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pickle
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from transformers import TrainerCallback
+
+from drehr_utils.config import MINILM, StageConfig
+from drehr_utils.training import encoders, losses, sampling, trainer
+from drehr_utils.training.sampling import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS, WARM_ROWS, PRODUCTS = ("ours", "plain"), 4, (1024, 2048, 4096)  # rows; sides of square matrices
+BGE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+
+
+def plain_collate(rows: Sequence[Row], encoder: SentenceTransformer) -> dict:
+    """The chunks, and the entities drawn for all of them, repeats too: two batches, each padded to its longest text."""
+
+    def padded(texts: list[str], limit: int) -> dict[str, Tensor]:
+        return dict(encoder.tokenizer(texts, truncation=True, max_length=limit, padding=True, return_tensors="pt"))
+
+    drawn = [term for row in rows for term in row.drawn]
+    return {
+        "chunks": padded([row.text for row in rows], encoders.CHUNK_TOKENS),
+        "entities": padded(drawn, encoders.ENTITY_TOKENS),
+    }
+
+
+def plain_loss(model: torch.nn.Module, inputs: dict) -> Tensor:
+    """The code's loss: a chunk's own entities are its positives, the others' its negatives. Scalar."""
+    chunks, entities = (model(dict(inputs[name]))["sentence_embedding"] for name in ("chunks", "entities"))
+    each = entities.unflatten(0, (len(chunks), -1))  # [chunks, positives, dim]
+    others = torch.stack([torch.cat([each[:i], each[i + 1 :]]).flatten(0, 1) for i in range(len(chunks))])
+    parts = [torch.nn.functional.cosine_similarity(chunks[:, None], part, dim=2) for part in (each, others)]
+    own = torch.cat([torch.full_like(part, n == 0, dtype=torch.bool) for n, part in enumerate(parts)], dim=1)
+    return losses.batch_multi_similarity_loss(torch.cat(parts, dim=1), own, ~own)
+
+
+def work(inputs: dict, encoder: SentenceTransformer) -> dict[str, float]:
+    """Of a collated batch of either step: tokens, those with padding, and the teraflop of a training step's products.
+
+    Forward, a layer of width h and inner width i takes 2 (4 h² + 2 h i) operations a token for its linear maps and
+    4 h for each other token of the padded text for attention; backward takes both twice more."""
+    size = encoder[0].auto_model.config
+    h, inner = size.hidden_size, size.intermediate_size
+    masks = [batch["attention_mask"] for part in ("chunks", "entities") for batch in buckets(inputs[part])]
+    flop = sum(m.numel() * (2 * (4 * h * h + 2 * h * inner) + 4 * h * m.shape[1]) for m in masks)
+    return {
+        "tokens": sum(int(m.sum()) for m in masks),
+        "padded": sum(m.numel() for m in masks),
+        "tflop": 3 * size.num_hidden_layers * flop / 1e12,
+    }
+
+
+def buckets(part: dict | list) -> list[dict]:
+    return part if isinstance(part, list) else [part]
+
+
+def product_tflops(device: str, repeats: int = 5) -> float:
+    """The rate of square bf16 matrix products, teraflop a second: the median of a few, of the best of the sizes."""
+    rates = []
+    for size in PRODUCTS:
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        a @ b
+        seconds = []
+        for _ in range(repeats):
+            start = now(device)
+            a @ b
+            seconds.append(now(device) - start)
+        rates.append(2 * size**3 / statistics.median(seconds) / 1e12)
+    return max(rates)
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Turns(TrainerCallback):
+    """Waits before each step until it may begin, and tells afterwards what the step took."""
+
+    def __init__(self, kind: str, encoder: SentenceTransformer, wait: Callable[[], object], tell: Callable):
+        self.kind, self.encoder, self.wait, self.tell = kind, encoder, wait, tell
+        self.device, self.attention = encoder.device.type, encoder[0].auto_model.config._attn_implementation
+        self.collating, self.work = 0.0, {}
+
+    def on_train_begin(self, *_, **__):
+        if self.kind == "plain":  # prepare_for_training has taken another
+            self.encoder[0].auto_model.set_attn_implementation(self.attention)
+
+    def collate(self, rows: list[Row], collator: Callable[[list[Row]], dict]) -> dict:
+        start = time.perf_counter()
+        inputs = collator(rows)
+        self.collating = time.perf_counter() - start  # of one thread, that is processor time as well
+        self.work = work(inputs, self.encoder)
+        return inputs
+
+    def on_step_begin(self, *_, **__):
+        self.wait()
+        self.tflops = product_tflops(self.device) if self.kind == "ours" else 0.0
+        self.start, self.cpu = now(self.device), time.process_time()
+
+    def on_step_end(self, *_, **__):
+        seconds = now(self.device) - self.start + self.collating
+        cpu = time.process_time() - self.cpu + self.collating
+        self.tell({"s": seconds, "cpu_s": cpu, "bf16_tflops": self.tflops} | self.work)
+
+
+def steps(
+    kind: str,
+    encoder: SentenceTransformer,
+    batches: Sequence[Sequence[Row]],
+    wait: Callable[[], object] = lambda: None,
+    tell: Callable[[dict], object] = lambda step: None,
+) -> list[float]:
+    """Trains on the batches in the trainer's loop; returns the losses. `tell` gets each step's seconds and work."""
+    rows = [row for batch in batches for row in batch]
+    numbers = iter(range(len(rows)))
+    schedule = [[next(numbers) for _ in batch] for batch in batches]
+    config = StageConfig(positives_per_chunk=len(rows[0].drawn), batch_size=len(batches[-1]))
+    turns = Turns(kind, encoder, wait, tell)
+    if kind == "ours":
+        collator, loss, settings = sampling.Collator(encoder), partial(trainer.batch_loss, config=config), {}
+    else:
+        collator, loss, settings = partial(plain_collate, encoder=encoder), plain_loss, {"bf16": False}
+    collate = partial(turns.collate, collator=collator)
+    with tempfile.TemporaryDirectory() as output:
+        curve = trainer.train(
+            encoder, rows, schedule, collate, loss, config, Path(output), progress=False, callbacks=[turns], **settings
+        )
+    return curve["loss"].tolist()
+
+
+def open_batches(number: int, positives: int) -> list[list[Row]]:
+    """Stage I's first batches of the open corpus, as its training draws them."""
+    from drehr_utils import pipeline
+    from drehr_utils.profiles import PROFILES
+
+    profile = PROFILES["open"]
+    config = StageConfig(positives_per_chunk=positives)
+    data = sampling.TrainingSet.build(pipeline.chunks(profile, stage="stage1"), pipeline.stage1_sets(profile))
+    pairs = sampling.PositivePairs(data, config)
+    schedule = sampling.batch_schedule([chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids], config)
+    return [[pairs[key] for key in batch] for batch in schedule[:number]]
+
+
+def random_bert(folder: Path, size: dict[str, int]) -> Path:
+    """A BERT with random weights and MiniLM's tokenizer."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    tokenizer = encoders.load_encoder(MINILM).tokenizer
+    BertModel(BertConfig(vocab_size=len(tokenizer), **size)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def worker(kind: str, model: str, place: Path) -> None:
+    """Takes a step at each line that it is sent; its answers go to what was standard output at the start."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the trainer prints
+    batches = pickle.loads((place / "batches.pickle").read_bytes())
+    encoder = encoders.load_encoder(model) if model == MINILM else encoders.load_encoder(Path(model), "cls")
+
+    def tell(step: dict) -> None:
+        if torch.cuda.is_available():
+            memory = torch.cuda.max_memory_allocated() / 1e6
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        print(json.dumps(step | {"mb": memory}), file=answers, flush=True)
+
+    def wait() -> None:
+        if not sys.stdin.readline():
+            sys.exit("no more turns")
+
+    values = steps(kind, encoder, batches, wait, tell)
+    print(json.dumps(values), file=answers, flush=True)
+
+
+def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path) -> dict[str, float | int | str]:
+    """Both steps on each batch in turn, after one on a few rows."""
+    few = [batches[0][:WARM_ROWS]]
+    (place / "batches.pickle").write_bytes(pickle.dumps(few + list(batches)))
+    workers, told = {}, {kind: [] for kind in KINDS}
+    for kind in KINDS:
+        command = [sys.executable, __file__, "--worker", kind, "--model", model, "--place", str(place)]
+        workers[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for number in range(len(batches) + 1):
+            for kind, process in workers.items():
+                print("go", file=process.stdin, flush=True)
+                line = process.stdout.readline()
+                if not line:
+                    raise SystemExit(f"{prefix}: the {kind} step ended early, for want of memory perhaps; see above")
+                told[kind].append(json.loads(line))
+            if number:
+                took = {kind: told[kind][-1]["s"] for kind in KINDS}
+                said = (
+                    f"ours {took['ours']:.2f} s, plain {took['plain']:.2f} s, {took['plain'] / took['ours']:.2f} times"
+                )
+                print(f"{prefix} batch {number} of {len(batches)}: {said}", flush=True)
+        final = {kind: json.loads(process.stdout.readline())[1:] for kind, process in workers.items()}
+    finally:
+        for process in workers.values():
+            process.stdin.close()  # after which one that still waits ends
+            process.wait()
+    ours, plain = told["ours"][1:], told["plain"][1:]
+    ratios = [b["s"] / a["s"] for a, b in zip(ours, plain, strict=True)]
+
+    def median(values) -> float:
+        return float(f"{statistics.median(values):.4g}")
+
+    result = {
+        "step_s": median(step["s"] for step in ours),
+        "plain_step_s": median(step["s"] for step in plain),
+        "speedup": median(ratios),
+        "speedup_lowest": float(f"{min(ratios):.4g}"),
+        "cpu_speedup": median(b["cpu_s"] / a["cpu_s"] for a, b in zip(ours, plain, strict=True)),
+        "bf16_tflops": median(step["bf16_tflops"] for step in ours),
+        "tflop": median(step["tflop"] for step in ours),
+        "plain_tflop": median(step["tflop"] for step in plain),
+        "share_of_bf16": median(step["tflop"] / step["s"] / step["bf16_tflops"] for step in ours),
+        "tokens": round(median(step["tokens"] for step in ours)),
+        "padded_tokens": round(median(step["padded"] for step in ours)),
+        "plain_tokens": round(median(step["tokens"] for step in plain)),
+        "plain_padded_tokens": round(median(step["padded"] for step in plain)),
+        # The same texts learnt from: those of the plain step, repeats counted, so that the two rates compare.
+        "tokens_per_s": round(median(b["tokens"] / a["s"] for a, b in zip(ours, plain, strict=True))),
+        "plain_tokens_per_s": round(median(step["tokens"] / step["s"] for step in plain)),
+        "own_tokens_per_s": round(median(step["tokens"] / step["s"] for step in ours)),  # those that were encoded
+        "mb": round(ours[-1]["mb"]),  # the whole process's, at its peak; a GPU's own
+        "plain_mb": round(plain[-1]["mb"]),
+        "loss": median(final["ours"]),
+        "plain_loss": median(final["plain"]),
+        "batches": len(batches),
+        "chunks": len(batches[0]),
+        "positives": len(batches[0][0].drawn),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {processor()}, Python {platform.python_version()}",
+    }
+    if torch.cuda.is_available():
+        result["machine"] = f"{torch.cuda.get_device_name()}; {result['machine']}"
+    return {prefix + key: value for key, value in result.items()}
+
+
+def processor() -> str:
+    """The processor's name, as Linux has it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=6, help="for MiniLM; 0: none")
+    parser.add_argument("--bge-batches", type=int, default=2, help="for bge-base's shape; 0: none")
+    parser.add_argument("--chunks", type=int, default=32, help="of each batch")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.model, options.place)
+        return
+
+    gpu, result = torch.cuda.is_available(), {}
+    prefix, positives = ("train_gpu_", 128) if gpu else ("train_cpu_", 32)
+    batches = open_batches(max(options.batches, options.bge_batches), positives)
+    batches = [batch[: options.chunks] for batch in batches]
+    with tempfile.TemporaryDirectory() as place:
+        if options.batches:
+            result |= measure(prefix, MINILM, batches[: options.batches], Path(place))
+        if options.bge_batches:
+            model = random_bert(Path(place, "bge"), BGE)
+            result |= measure(f"{prefix}bge_", str(model), batches[: options.bge_batches], Path(place))
+    print(json.dumps(result, indent=1))
+    if options.write:
+        path = ROOT / "figures/benchmarks/training_step.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = json.loads(path.read_text()) if path.exists() else {}  # a GPU's, or the other model's
+        path.write_text(json.dumps(kept | result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
