@@ -1,6 +1,6 @@
 """All stages of profile `mimic` and the commands, each under every fault, with canaries in notes, orders and ids.
 
-python tests/long/canaries.py --write    # half an hour on one core; the last result lies beside it, in JSON
+python tests/long/canaries.py --write    # an hour on one busy core; the last result lies beside it, in JSON
 
 Each stage is disturbed before it has run: killed, its run killed, crashed (core files are on), an error that quotes a
 note, no file beyond 30 kB (as on a full disk), a server that quotes notes in errors; then it runs to its end, with a
@@ -71,7 +71,7 @@ def holds(place: planted.Place, path: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default=STAGES, help=f"notebooks (default: {STAGES})")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help=f"keep the result as {RESULT.name}")
     given = parser.parse_args()
     began, draw, runs = time.time(), random.Random(given.seed), []
@@ -120,7 +120,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "command": f"python tests/long/canaries.py --stages {given.stages} --seed {given.seed}",
-        "planted": {"word": place.word, "number": place.number, "files that hold them": planted_in},
+        "planted": {"files that hold it": planted_in},  # not what: a later run would find this record
         "runs": len(runs),
         "undisturbed runs that failed": [run["what"] for run in runs if not run["fault"] and run["exit"]],
         "faults that happened": sum(bool(run["at"]) for run in runs),
