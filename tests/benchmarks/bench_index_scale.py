@@ -438,9 +438,12 @@ def gathered(work: Path, sizes: list[int]) -> dict[str, object]:
     """One flat table: index_<system>_<size>_<what>, and the product's own at the largest size."""
     result: dict[str, object] = {"index_vectors": max(sizes)}
     for stage, size in plan(sizes):
-        found = json.loads(kept(work, stage, size).read_text())
         system = stage.removesuffix("_query")
         start = f"index_{system}_{size}_" if size else "index_"
+        if not kept(work, stage, size).exists():
+            result[f"{start}not_run"] = 1
+            continue
+        found = json.loads(kept(work, stage, size).read_text())
         result |= {start + key: value for key, value in found.items() if key != "load"}
         result["index_load_highest"] = max(result.get("index_load_highest", 0), found["load"])
     result["index_recall"] = result[f"index_lance_{max(sizes)}_recall"]
@@ -452,7 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="100000,1000000,10000000")
     parser.add_argument("--work", type=Path, default=ROOT / "data/cache/index_scale")
-    parser.add_argument("--only", help="these stages alone, separated by commas")
+    parser.add_argument("--only", help="these stages alone, separated by commas; `none` gathers what there is")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
@@ -473,7 +476,7 @@ def main() -> None:
         subprocess.run(command + (["--size", str(size)] if size else []), check=True)
         print(f"{stage} {size or ''} {time.monotonic() - start:.0f} s: {kept(options.work, stage, size).read_text()}",
               flush=True)  # fmt: skip
-    if options.only:
+    if options.only not in (None, "none"):
         return
     result = gathered(options.work, sizes) | {
         "index_scale_date": datetime.date.today().isoformat(),
