@@ -2,7 +2,7 @@
 turning it back brings the first results again.
 
 python tests/long/knobs.py                    # the last result lies beside it, in JSON, a field at a time
-python tests/long/knobs.py --only seed,kg --jobs 2
+python tests/long/knobs.py --only seed,kg
 
 A trial runs the notebooks that the table names for a field and all others that ask the profile for it; the rest can't
 know of it. Each runs in a fork of this process, which has the packages imported; a profile has the same place and cache
@@ -18,7 +18,6 @@ import functools
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
 import re
@@ -27,11 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULT, WORK = Path(__file__).with_suffix(".json"), ROOT / "data/cache/knobs"  # the profile's cache
 PROFILE, INPUTS = ROOT / "data/cache/knobs.toml", ROOT / "data/cache/knobs-inputs"
+TABLES = WORK / "figures/tables"
 NOTEBOOKS = {path.name[:2]: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 OURS = "protected = false\n"  # the changed copies are of the open data
 VALUES = {
@@ -97,6 +99,10 @@ def changed_inputs() -> None:
     vocabularies.save_bios(vocabularies.build_open_kg(INPUTS / "concepts.tsv.gz"), INPUTS / "bios")
 
 
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
 # --- a notebook's run -------------------------------------------------------------------------------------------------
 
 _ASKED: set[str] = set()
@@ -115,8 +121,9 @@ def share_graphs() -> None:
     matchers[id(terms)] = make(terms)
 
 
-def log_fields() -> None:
-    """Notes in `_ASKED` each field of a profile that is read, but for what reads all of them."""
+def prepare() -> None:
+    """Has `_ASKED` note each field of a profile that is read, but for what reads all of them; figures aren't drawn."""
+    from drehr_utils.evaluation import plots
     from drehr_utils.profiles import Profile
 
     plain, names = Profile.__getattribute__, set(Profile.__dataclass_fields__)
@@ -127,18 +134,18 @@ def log_fields() -> None:
         return plain(profile, name)
 
     Profile.__getattribute__ = asked
+    plots.save_figure = lambda *given: None  # most of the time, and compared by nothing here
 
 
-def run(number: str) -> tuple[str, list[str], list[str]]:
-    """A notebook's number, digests of what each code cell shows, and the fields that it asked for. In a fork."""
+def run(number: str) -> dict:
+    """Digests of what each code cell shows (figures aside), the fields that it asked for, digests of its tables."""
+    import matplotlib
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
+    matplotlib.use("agg")
     os.chdir(ROOT / "notebooks")
-    shell, shown = InteractiveShell.instance(), []
-    shell.enable_gui = lambda *_: None
-    shell.enable_matplotlib("inline")
-    _ASKED.clear()
+    shell, shown, began = InteractiveShell.instance(), [], time.time() - 1
     for cell in json.loads(NOTEBOOKS[number].read_text())["cells"]:
         if cell["cell_type"] != "code":
             continue
@@ -148,107 +155,109 @@ def run(number: str) -> tuple[str, list[str], list[str]]:
         if not done.success:
             raise RuntimeError(f"notebook {number}: {done.error_in_exec or done.error_before_exec!r}")
         shows = captured.stdout + repr([sorted(output.data.items()) for output in captured.outputs])
-        shows = re.sub(r"T_[0-9a-f]{5}", "", shows)  # a table's own name in HTML, drawn by lot
-        shown.append(hashlib.sha256(shows.encode()).hexdigest()[:12])
-    return number, shown, sorted(_ASKED)
+        shown.append(sha(re.sub(r"T_[0-9a-f]{5}", "", shows).encode()))  # a table's own name in HTML, drawn by lot
+    written = {p.stem: sha(p.read_bytes()) for p in TABLES.glob("*.csv") if p.stat().st_mtime >= began}
+    return {"cells": shown, "asked": sorted(_ASKED), "tables": written}
 
 
-def tables() -> dict[str, str]:
-    """Digest of each table that the profile's runs have left."""
-    return {
-        path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in (WORK / "figures/tables").glob("*.csv")
-    }
+def run_all(numbers: list[str], kept: str) -> dict[str, dict]:
+    """`run` of each, in a fork of its own; what a run that was cut off has of them is in the folder `kept`."""
+    found = {}
+    for number in numbers:
+        place = WORK / "trials" / kept / f"{number}.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            if not (child := os.fork()):
+                try:
+                    text = json.dumps(run(number))
+                    place.write_text(text)
+                finally:
+                    traceback.print_exc()
+                    os._exit(0)
+            os.waitpid(child, 0)
+        if not place.exists():
+            raise SystemExit(f"notebook {number} failed")
+        found[number] = json.loads(place.read_text())
+        print(number, end=" ", flush=True)
+    return found
 
 
 # --- what notebook 00 says --------------------------------------------------------------------------------------------
 
 
-def contract() -> dict[str, tuple[set[str], set[str]]]:
-    """Of each field of 00's table: the notebooks that it moves, and the tables; claims_* and 16's are of others."""
-    known = {path.stem for path in (ROOT / "figures/tables").glob("*.csv") if not path.stem.startswith("claims_")}
-    known -= {"what_held", "paper_items"}
+def is_own(table: str) -> bool:
+    """Whether it is a table of a paper's figures; a notebook's claims follow them, and 16 follows all."""
+    return not table.startswith("claims_") and table not in ("what_held", "paper_items")
+
+
+def rows() -> list[list[str]]:
+    """Of 00's table: notebook, fields, what a change reruns, minutes, tables."""
     cells = ("".join(cell["source"]) for cell in json.loads(NOTEBOOKS["00"].read_text())["cells"])
     section = next(source for source in cells if source.startswith("## What a change reruns"))
+    return [row.split(" | ") for row in re.findall(r"^\| (\d\d.*) \|$", section, re.MULTILINE)]
+
+
+def contract() -> dict[str, tuple[set[str], set[str]]]:
+    """Of each field of 00's table: the notebooks that it moves, and the tables."""
+    known = {path.stem for path in (ROOT / "figures/tables").glob("*.csv") if is_own(path.stem)}
     found = {}
-    for row in re.findall(r"^\| (\d\d.*) \|$", section, re.MULTILINE):
-        where, fields, reruns, _, moving = (part.strip() for part in row.split(" | "))
-        names = re.findall(r"`(\w+\*?)`", moving)
-        spans = re.findall(r"`(\w+?)(\d)` to `\w+?(\d)`", moving)
-        names += [f"{stem}{n}" for stem, first, last in spans for n in range(int(first), int(last) + 1)]
-        named = {table for table in known if any(re.fullmatch(name.replace("*", ".*"), table) for name in names)}
-        moved = known - named if moving.startswith("all") else named
-        numbers = set(re.findall(r"\d\d", where + reruns))
-        for first, last in re.findall(r"(\d\d) to (\d\d)", f"{where}; {reruns}"):
-            numbers |= {f"{n:02d}" for n in range(int(first), int(last) + 1)}
-        found |= {field: (numbers, moved) for field in re.findall(r"`(\w+)`", fields)}
+    for where, fields, reruns, _, moving in rows():
+        places = f"{where}; {reruns}"
+        spans = [range(int(a), int(b) + 1) for a, b in re.findall(r"(\d\d) to (\d\d)", places)]
+        numbers = set(re.findall(r"\d\d", places)) | {f"{n:02d}" for span in spans for n in span}
+        named = {table for table in known for name in re.findall(r"`([\w*]+)`", moving) if fnmatch(table, name)}
+        moves = known - named if moving.startswith("all") else named
+        found |= {field: (numbers, moves) for field in re.findall(r"`(\w+)`", fields)}
     return found
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
-def run_all(numbers: list[str], jobs: int) -> dict[str, tuple[list[str], list[str]]]:
-    """What each notebook's cells show, and the fields that it asked for."""
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        found = {}
-        for number, shown, asked in pool.imap_unordered(run, numbers, chunksize=1):
-            found[number] = (shown, asked)
-            print(number, end=" ", flush=True)
-        return found
+def moved(before: dict, after: dict) -> list[int]:
+    """The cells that show something else; not those that do so in two undisturbed runs, for they show times."""
+    pairs = zip(before["cells"], after["cells"], strict=True)
+    return [i for i, (one, other) in enumerate(pairs) if one != other and i not in before.get("restless", [])]
 
 
-def moved(before: list[str], after: list[str], restless: list[int]) -> list[int]:
-    return [i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1] and i not in restless]
+def tables_of(runs: dict[str, dict]) -> dict[str, str]:
+    return {name: digest for run in runs.values() for name, digest in run["tables"].items()}
 
 
 def git(*arguments: str, at: Path = ROOT) -> str:
     return subprocess.run(["git", *arguments], cwd=at, check=True, capture_output=True, text=True).stdout
 
 
-def baseline(jobs: int) -> dict:
-    """An undisturbed run of all notebooks, and the cells that differ when it is done again: they show times."""
-    kept = WORK / "baseline.json"
-    if not kept.exists():
-        PROFILE.write_text('base = "smoke"\n')
-        first = run_all(sorted(NOTEBOOKS), jobs)
-        before, second = tables(), run_all(sorted(NOTEBOOKS), jobs)
-        if before != tables():
-            raise SystemExit("two undisturbed runs differ in their tables")
-        kept.write_text(json.dumps({
-            "cells": {n: shown for n, (shown, _) in second.items()},
-            "restless": {n: moved(shown, second[n][0], []) for n, (shown, _) in first.items()},
-            "asked": {n: asked for n, (_, asked) in first.items()},
-            "tables": before,
-        }))  # fmt: skip
-    return json.loads(kept.read_text())
+def baseline() -> dict[str, dict]:
+    """An undisturbed run of all notebooks; what differs when it is done again is `restless`."""
+    PROFILE.write_text('base = "smoke"\n')
+    first, second = (run_all(sorted(NOTEBOOKS), kept) for kept in ("first", "second"))
+    if tables_of(first) != tables_of(second):
+        raise SystemExit("two undisturbed runs differ in their tables")
+    return {n: second[n] | {"restless": moved(first[n], second[n])} for n in first}
 
 
-def trial(field: str, base: dict, jobs: int) -> dict:
+def trial(field: str, base: dict[str, dict]) -> dict:
     """Turns one knob and turns it back."""
     began, (named, named_tables) = time.monotonic(), contract()[field]
-    asking = {number for number, asked in base["asked"].items() if field in asked}
-    numbers = sorted(named | asking)
+    numbers = sorted(named | {number for number, run in base.items() if field in run["asked"]})
     PROFILE.write_text(f'base = "smoke"\n{VALUES[field]}\n')
-    after, new = run_all(numbers, jobs), tables()
-    cells = {n: moved(base["cells"][n], shown, base["restless"][n]) for n, (shown, _) in after.items()}
-    those = sorted(n for n, which in cells.items() if which)
-    of_tables = sorted(t for t in new.keys() | base["tables"].keys() if new.get(t) != base["tables"].get(t))
-    ours = {table for table in of_tables if not table.startswith("claims_")} - {"what_held", "paper_items"}
+    after = run_all(numbers, field)
+    cells = {n: moved(base[n], after[n]) for n in numbers}
+    those = [n for n in numbers if cells[n] or after[n]["tables"] != base[n]["tables"]]
+    before, new = tables_of({n: base[n] for n in numbers}), tables_of(after)
+    changed = {t for t in new.keys() | before.keys() if new.get(t) != before.get(t)}
     PROFILE.write_text('base = "smoke"\n')
-    again = run_all(those, jobs)
-    left = [n for n, (shown, _) in again.items() if moved(base["cells"][n], shown, base["restless"][n])]
-    status = git("status", "--porcelain", "--", "notebooks", "figures", "data")
+    again = run_all(those, f"{field}-restored")
+    left = [n for n in those if moved(base[n], again[n]) or again[n]["tables"] != base[n]["tables"]]
     return {
         "value": VALUES[field].replace(f"{ROOT}/", ""),
         "notebooks": numbers,
         "cells moved": {n: len(cells[n]) for n in those},
-        "tables moved": of_tables,
-        "named, and no cell moved": sorted(named - set(those)),
-        "moved, and not named": sorted(set(those) - named),
-        "tables named, and not moved": sorted(named_tables & base["tables"].keys() - ours),
-        "tables moved, and not named": sorted(ours - named_tables),
-        "restored": not left and tables() == base["tables"] and not status,
+        "tables moved": sorted(changed),
+        "named, and not moved": sorted(named - set(those)) + sorted(named_tables & tables_of(base).keys() - changed),
+        "moved, and not named": sorted(set(those) - named) + sorted(filter(is_own, changed - named_tables)),
+        "restored": not left and not git("status", "--porcelain", "--", "notebooks", "figures", "data"),
         "seconds": round(time.monotonic() - began),
         "date": datetime.date.today().isoformat(),
     }
@@ -281,7 +290,6 @@ def in_place() -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(["in_place", *VALUES]), help="fields, and in_place")
-    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     fixed = {"PYTHONHASHSEED": "0", "DREHR_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DREHR_PROFILE": str(PROFILE)}
@@ -292,15 +300,17 @@ def main() -> int:
 
     from drehr_utils import pipeline  # noqa: F401
 
-    log_fields()
+    prepare()
     share_graphs()
     if not (INPUTS / "bios").exists():
         changed_inputs()
-    base, worst = baseline(args.jobs), 0
+    base, worst = baseline(), 0
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"fields": {}}
+    result["tables"] = sorted(tables_of(base))
+    result["asked"] = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in base.items()}
     result["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     for field in args.only.split(","):
-        found = in_place() if field == "in_place" else trial(field, base, args.jobs)
+        found = in_place() if field == "in_place" else trial(field, base)
         (result if field == "in_place" else result["fields"])[field] = found
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         print("\n", field, json.dumps(found), flush=True)

@@ -1,0 +1,57 @@
+"""Notebook 00's table of knobs: each is a field of a profile, each field is a knob or says why not, each was tried."""
+
+import importlib.util
+import json
+from dataclasses import fields
+
+from drehr_utils.profiles import ROOT, Profile
+
+_spec = importlib.util.spec_from_file_location("knobs", ROOT / "tests/long/knobs.py")
+knobs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(knobs)
+
+NO_KNOBS = {
+    "name": "the profile's own",
+    "in_place": "of the profiles that we commit",
+    "short": "says of the trainings' lengths what is true of them",
+    "recorded": "of the profiles that we commit",
+    "protected": "whose text it is",
+    "lanes": "how many notebooks run at a time; no result",
+    "offline": "whether a hub is asked for `encoder` and `cliniq.retrievers`",
+    "real_notes": "needs public data that aren't ours to pass on",
+    "unanswered": "needs a language model's server that fails",
+    "max_eval_patients": "makes smoke small; intervals over fewer patients are nobody's aim",
+    "lora": "of DR.EHR-large, on a GPU",
+    "instruction": "of DR.EHR-large",
+    "processes": "of several GPUs",
+    "gradient_checkpointing": "memory alone",
+    "deepspeed": "of several GPUs",
+    "save_steps": "how much an interrupted training loses",
+}
+
+
+def test_every_field_is_a_knob_of_00_or_says_why_not():
+    known = {field.name for field in fields(Profile)}
+    assert not set(NO_KNOBS) & set(knobs.contract()), "both"
+    assert set(NO_KNOBS) | set(knobs.contract()) == known
+
+
+def test_the_table_names_notebooks_and_tables_that_are_there():
+    section = knobs.section()
+    for field, (numbers, tables) in knobs.contract().items():
+        assert numbers and numbers <= set(knobs.NOTEBOOKS), field
+        assert tables, field
+    for name in knobs.named_tables(section):
+        assert list((ROOT / "figures/tables").glob(f"{name}.csv")), name
+
+
+def test_each_knob_was_turned_moved_what_it_says_and_was_turned_back():
+    result = json.loads(knobs.RESULT.read_text())
+    assert result["in_place"]["restored"] and result["in_place"]["cells moved"]
+    assert set(result["fields"]) == set(knobs.contract()) == set(knobs.VALUES)
+    for field, (numbers, tables) in knobs.contract().items():
+        tried = result["fields"][field]
+        assert tried["restored"], field
+        assert set(tried["cells moved"]) == numbers, field
+        moved = {table for table in tried["tables moved"] if knobs.is_own(table)}
+        assert moved == tables & set(result["tables"]), field
