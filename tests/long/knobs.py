@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -145,6 +144,7 @@ def run(number: str) -> dict:
 
     matplotlib.use("agg")
     os.chdir(ROOT / "notebooks")
+    _ASKED.clear()
     shell, shown, began = InteractiveShell.instance(), [], time.time() - 1
     for cell in json.loads(NOTEBOOKS[number].read_text())["cells"]:
         if cell["cell_type"] != "code":
@@ -169,14 +169,11 @@ def run_all(numbers: list[str], kept: str) -> dict[str, dict]:
         if not place.exists():
             if not (child := os.fork()):
                 try:
-                    text = json.dumps(run(number))
-                    place.write_text(text)
-                finally:
-                    traceback.print_exc()
-                    os._exit(0)
+                    place.write_text(json.dumps(run(number)))
+                except Exception as error:
+                    place.write_text(json.dumps({"failed": repr(error)[:300]}))
+                os._exit(0)
             os.waitpid(child, 0)
-        if not place.exists():
-            raise SystemExit(f"notebook {number} failed")
         found[number] = json.loads(place.read_text())
         print(number, end=" ", flush=True)
     return found
@@ -243,8 +240,10 @@ def trial(field: str, base: dict[str, dict]) -> dict:
     numbers = sorted(named | {number for number, run in base.items() if field in run["asked"]})
     PROFILE.write_text(f'base = "smoke"\n{VALUES[field]}\n')
     after = run_all(numbers, field)
+    failed = {n: run.pop("failed") for n, run in after.items() if "failed" in run}
+    after = {n: base[n] | run for n, run in after.items()}
     cells = {n: moved(base[n], after[n]) for n in numbers}
-    those = [n for n in numbers if cells[n] or after[n]["tables"] != base[n]["tables"]]
+    those = [n for n in numbers if n in failed or cells[n] or after[n]["tables"] != base[n]["tables"]]
     before, new = tables_of({n: base[n] for n in numbers}), tables_of(after)
     changed = {t for t in new.keys() | before.keys() if new.get(t) != before.get(t)}
     PROFILE.write_text('base = "smoke"\n')
@@ -253,6 +252,7 @@ def trial(field: str, base: dict[str, dict]) -> dict:
     return {
         "value": VALUES[field].replace(f"{ROOT}/", ""),
         "notebooks": numbers,
+        "failed": failed,
         "cells moved": {n: len(cells[n]) for n in those},
         "tables moved": sorted(changed),
         "named, and not moved": sorted(named - set(those)) + sorted(named_tables & tables_of(base).keys() - changed),
