@@ -12,13 +12,14 @@ throughout, so a trial makes only what its change touches.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import functools
 import gzip
 import hashlib
+import importlib
 import json
 import os
+import pkgutil
 import platform
 import re
 import shutil
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -38,7 +40,7 @@ OURS = "protected = false\n"  # the changed copies are of the open data
 VALUES = {
     "notes": f'{OURS}notes = "{INPUTS}/notes"\nrecorded_answers = ["{ROOT}/data/llm_answers/train.jsonl.gz"]',
     "max_train_notes": "max_train_notes = 12",
-    "open_kg": f'open_kg = "{INPUTS}/concepts.tsv.gz"',
+    "open_kg": f'open_kg = "{INPUTS}/kg.tsv.gz"',
     "bios": f'bios = "{INPUTS}/bios"',
     "recorded_answers": f'recorded_answers = ["{INPUTS}/answers.jsonl.gz"]',
     "published": "[published]\nstage1.max_steps = 3\nstage2.learning_rate = 3e-4",
@@ -58,44 +60,37 @@ VALUES = {
 
 
 def changed_inputs() -> None:
-    """Copies of the open data, each a little different: four training notes fewer, and a query's name in a test note;
-    a fifth of our concepts left out; the last of each answer; a third of the judgments."""
+    """Copies of the open data, each a little different: four training notes fewer and a drug more in a test note; a
+    fifth of our concepts left out; the last of each answer; a third of the judgments."""
+    from drehr_utils.knowledge import vocabularies
 
-    def lines(name: str, change, to: str) -> None:
-        target = INPUTS / to
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(ROOT / name, "rt", newline="") as old, gzip.open(target, "wt", newline="") as new:
-            change(old, new)
+    def rewrite(name: str, change: Callable[[list[str]], list[str]], to: str) -> None:
+        lines = gzip.decompress((ROOT / "data" / name).read_bytes()).decode().splitlines(keepends=True)
+        (INPUTS / to).write_bytes(gzip.compress("".join(change(lines)).encode()))
 
-    def notes(old, new) -> None:
-        rows, out = csv.reader(old), csv.writer(new)
-        out.writerow(next(rows))
-        for row in rows:
-            if row[0] not in trained[:4]:
-                out.writerow(row[:-1] + [row[-1] + "\nAbacavir sulfate was not given.\n" * (row[0] == "90000001-DS-1")])
+    def four_fewer(lines: list[str]) -> list[str]:
+        four = [line for line in lines if ",train," in line][:4]
+        return [line.replace(",train,", ",dev,") if line in four else line for line in lines]
 
-    def answers(old, new) -> None:
-        for line in old:
-            answer = json.loads(line)
-            last = "\n" if answer["task"] == "entity_generation" else "\n\n"
-            new.write(json.dumps(answer | {"answer": answer["answer"].rpartition(last)[0] or answer["answer"]}) + "\n")
+    def less_said(line: str) -> str:
+        answer = json.loads(line)
+        less = answer["answer"].rpartition("\n" if answer["task"] == "entity_generation" else "\n\n")[0]
+        return json.dumps(answer | {"answer": less or answer["answer"]}) + "\n"
+
+    def one_more(line: str) -> str:
+        return line.replace("47M undomiciled", "47M on abacavir sulfate, undomiciled")
 
     shutil.rmtree(INPUTS, ignore_errors=True)
     shutil.copytree(ROOT / "data/open_notes", INPUTS / "notes")
     shutil.copytree(ROOT / "data/open_cliniq", INPUTS / "benchmark")
-    with gzip.open(INPUTS / "notes/splits.csv.gz", "rt") as splits:
-        trained = [row["note_id"] for row in csv.DictReader(splits) if row["split"] == "train"]
-    lines("data/open_notes/discharge.csv.gz", notes, "notes/discharge.csv.gz")
-    lines("data/llm_answers/train.jsonl.gz", answers, "answers.jsonl.gz")
-    fewer = "data/open_kg/concepts.tsv.gz"
-    lines(fewer, lambda old, new: new.writelines(row for i, row in enumerate(old) if not i or i % 5), "concepts.tsv.gz")
-    for split in ("dev", "test"):
-        qrels = INPUTS / f"benchmark/{split}/qrels/{split}.tsv"
-        kept = [line for i, line in enumerate(qrels.read_text().splitlines(keepends=True)) if not i or i % 3]
-        qrels.write_text("".join(kept))
-    from drehr_utils.knowledge import vocabularies
-
-    vocabularies.save_bios(vocabularies.build_open_kg(INPUTS / "concepts.tsv.gz"), INPUTS / "bios")
+    rewrite("open_notes/discharge.csv.gz", lambda lines: list(map(one_more, lines)), "notes/discharge.csv.gz")
+    rewrite("open_notes/splits.csv.gz", four_fewer, "notes/splits.csv.gz")
+    rewrite("llm_answers/train.jsonl.gz", lambda lines: list(map(less_said, lines)), "answers.jsonl.gz")
+    rewrite("open_kg/concepts.tsv.gz", lambda lines: [x for i, x in enumerate(lines) if not i or i % 5], "kg.tsv.gz")
+    for path in INPUTS.glob("benchmark/*/qrels/*.tsv"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for i, line in enumerate(lines) if not i or i % 3))
+    vocabularies.save_bios(vocabularies.build_open_kg(INPUTS / "kg.tsv.gz"), INPUTS / "bios")
 
 
 def sha(data: bytes) -> str:
@@ -214,7 +209,7 @@ def contract() -> dict[str, tuple[set[str], set[str]]]:
 def moved(before: dict, after: dict) -> list[int]:
     """The cells that show something else; not those that do so in two undisturbed runs, for they show times."""
     pairs = zip(before["cells"], after["cells"], strict=True)
-    return [i for i, (one, other) in enumerate(pairs) if one != other and i not in before.get("restless", [])]
+    return [i for i, (one, other) in enumerate(pairs) if one != other and i not in before.get("restless", ())]
 
 
 def tables_of(runs: dict[str, dict]) -> dict[str, str]:
@@ -237,7 +232,8 @@ def baseline() -> dict[str, dict]:
 def trial(field: str, base: dict[str, dict]) -> dict:
     """Turns one knob and turns it back."""
     began, (named, named_tables) = time.monotonic(), contract()[field]
-    numbers = sorted(named | {number for number, run in base.items() if field in run["asked"]})
+    numbers = named | {number for number, run in base.items() if field in run["asked"]}
+    numbers = sorted(numbers | ({"14"} if "05" in numbers else set()))  # which takes 05's models without asking
     PROFILE.write_text(f'base = "smoke"\n{VALUES[field]}\n')
     after = run_all(numbers, field)
     failed = {n: run.pop("failed") for n, run in after.items() if "failed" in run}
@@ -276,8 +272,8 @@ def in_place() -> dict:
         before = [cell.get("outputs") for cell in nb.cells]
         cell = next(cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", []))
         cell.source = cell.source.replace('"open"', '"smoke"')
-        os.environ |= {"DREHR_ROOT": folder, "PYTHONPATH": folder}
-        NotebookClient(nb, resources={"metadata": {"path": str(path.parent)}}).execute()
+        there = os.environ | {"DREHR_ROOT": folder, "PYTHONPATH": folder}
+        NotebookClient(nb, resources={"metadata": {"path": str(path.parent)}}).execute(env=there)
         nbformat.write(nb, path)
         changes = [old != cell.get("outputs") for old, cell in zip(before, nb.cells, strict=True)]
         changed = git("diff", "--stat", at=Path(folder)) != ""
@@ -296,10 +292,12 @@ def main() -> int:
     if any(os.environ.get(name) != value for name, value in fixed.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | fixed)
     sys.path.insert(0, str(ROOT))
-    import sentence_transformers  # noqa: F401  # each fork has it, and what it needs
+    import matplotlib.pyplot  # noqa: F401  # each fork has what is imported here
 
-    from drehr_utils import pipeline  # noqa: F401
+    import drehr_utils.papers
 
+    for module in pkgutil.walk_packages(drehr_utils.papers.__path__, "drehr_utils.papers."):
+        importlib.import_module(module.name)
     prepare()
     share_graphs()
     if not (INPUTS / "bios").exists():
@@ -314,6 +312,8 @@ def main() -> int:
         (result if field == "in_place" else result["fields"])[field] = found
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         print("\n", field, json.dumps(found), flush=True)
+        for done in (WORK / "trials").glob(f"{field}*"):
+            shutil.rmtree(done)
         worst |= not found["restored"]
     return worst
 
