@@ -230,7 +230,7 @@ def baseline() -> dict[str, dict]:
 
 
 def trial(field: str, base: dict[str, dict]) -> dict:
-    """Turns one knob and turns it back."""
+    """Turns one knob; what moved, and where 00 says something else."""
     began, (named, named_tables) = time.monotonic(), contract()[field]
     numbers = named | {number for number, run in base.items() if field in run["asked"]}
     numbers = sorted(numbers | ({"14"} if "05" in numbers else set()))  # which takes 05's models without asking
@@ -239,24 +239,30 @@ def trial(field: str, base: dict[str, dict]) -> dict:
     failed = {n: run.pop("failed") for n, run in after.items() if "failed" in run}
     after = {n: base[n] | run for n, run in after.items()}
     cells = {n: moved(base[n], after[n]) for n in numbers}
-    those = [n for n in numbers if n in failed or cells[n] or after[n]["tables"] != base[n]["tables"]]
+    those = {n for n in numbers if cells[n] or after[n]["tables"] != base[n]["tables"]}
     before, new = tables_of({n: base[n] for n in numbers}), tables_of(after)
-    changed = {t for t in new.keys() | before.keys() if new.get(t) != before.get(t)}
-    PROFILE.write_text('base = "smoke"\n')
-    again = run_all(those, f"{field}-restored")
-    left = [n for n in those if moved(base[n], again[n]) or again[n]["tables"] != base[n]["tables"]]
+    tables = {t for t in new.keys() | before.keys() if new.get(t) != before.get(t)}
     return {
         "value": VALUES[field].replace(f"{ROOT}/", ""),
         "notebooks": numbers,
         "failed": failed,
-        "cells moved": {n: len(cells[n]) for n in those},
-        "tables moved": sorted(changed),
-        "named, and not moved": sorted(named - set(those)) + sorted(named_tables & tables_of(base).keys() - changed),
-        "moved, and not named": sorted(set(those) - named) + sorted(filter(is_own, changed - named_tables)),
-        "restored": not left and not git("status", "--porcelain", "--", "notebooks", "figures", "data"),
+        "cells moved": {n: len(cells[n]) for n in sorted(those)},
+        "tables moved": sorted(tables),
+        "named, and not moved": sorted(named - those) + sorted(named_tables & tables_of(base).keys() - tables),
+        "moved, and not named": sorted(those - named) + sorted(filter(is_own, tables - named_tables)),
         "seconds": round(time.monotonic() - began),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def restored(fields: list[str], base: dict[str, dict]) -> bool:
+    """Whether all notebooks that these trials ran are as they were, run again with no knob turned; and the checkout."""
+    PROFILE.write_text('base = "smoke"\n')
+    numbers = sorted({path.stem for field in fields for path in (WORK / "trials" / field).glob("*.json")})
+    again = run_all(numbers, "restored")
+    left = [n for n in numbers if moved(base[n], again[n]) or again[n]["tables"] != base[n]["tables"]]
+    print("\nnot restored:", left)
+    return not left and not git("status", "--porcelain", "--", "notebooks", "figures", "data")
 
 
 def in_place() -> dict:
@@ -302,20 +308,27 @@ def main() -> int:
     share_graphs()
     if not (INPUTS / "bios").exists():
         changed_inputs()
-    base, worst = baseline(), 0
+    base = baseline()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"fields": {}}
     result["tables"] = sorted(tables_of(base))
     result["asked"] = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in base.items()}
     result["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    for field in args.only.split(","):
-        found = in_place() if field == "in_place" else trial(field, base)
-        (result if field == "in_place" else result["fields"])[field] = found
+    asked = args.only.split(",")
+    for field in asked:
+        if field == "in_place":
+            result[field] = in_place()
+        else:
+            result["fields"][field] = trial(field, base) | {"restored": False}  # so far
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        print("\n", field, json.dumps(found), flush=True)
-        for done in (WORK / "trials").glob(f"{field}*"):
-            shutil.rmtree(done)
-        worst |= not found["restored"]
-    return worst
+        print(f"\n{field}", flush=True)
+    fields = [field for field in asked if field != "in_place"]
+    good = restored(fields, base)
+    for field in fields:
+        result["fields"][field]["restored"] = good
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    for kept in ("restored", *fields):  # what a run that is cut off goes on from
+        shutil.rmtree(WORK / "trials" / kept, ignore_errors=True)
+    return int(not good)
 
 
 if __name__ == "__main__":
