@@ -5,8 +5,8 @@ python tests/long/knobs.py                    # the last result lies beside it, 
 python tests/long/knobs.py --only seed,kg
 
 A trial runs the notebooks that the table names for a field and all others that ask the profile for it; the rest can't
-know of it, but for 16, which follows any table of claims. Each runs in a fork of this process, which has the packages imported; a profile has the same place and cache
-throughout, so a trial makes only what its change touches.
+know of it, but for 16, which follows any table of claims. Each runs in a fork of this process, which has the packages
+imported; the profile has one cache throughout, so a trial makes only what its change touches.
 """
 
 from __future__ import annotations
