@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from dataclasses import fields
 
 from drehr_utils.profiles import ROOT, Profile
@@ -37,21 +38,23 @@ def test_every_field_is_a_knob_of_00_or_says_why_not():
 
 
 def test_the_table_names_notebooks_and_tables_that_are_there():
-    section = knobs.section()
-    for field, (numbers, tables) in knobs.contract().items():
-        assert numbers and numbers <= set(knobs.NOTEBOOKS), field
-        assert tables, field
-    for name in knobs.named_tables(section):
-        assert list((ROOT / "figures/tables").glob(f"{name}.csv")), name
+    for where, fields_of_row, _, minutes, tables in knobs.rows():
+        assert set(re.findall(r"\d\d", where)) <= set(knobs.NOTEBOOKS) and re.search(r"\d", minutes), fields_of_row
+        for name in re.findall(r"`([^`]+)`", tables):
+            assert list((ROOT / "figures/tables").glob(f"{name}.csv")), name
 
 
-def test_each_knob_was_turned_moved_what_it_says_and_was_turned_back():
+# What smoke is too small for, or has no part of: field -> notebooks and tables that the table names and that stay.
+STAYS_UNDER_SMOKE: dict[str, set[str]] = {}
+
+
+def test_each_knob_was_turned_moved_what_00_says_and_was_turned_back():
     result = json.loads(knobs.RESULT.read_text())
     assert result["in_place"]["restored"] and result["in_place"]["cells moved"]
     assert set(result["fields"]) == set(knobs.contract()) == set(knobs.VALUES)
     for field, (numbers, tables) in knobs.contract().items():
-        tried = result["fields"][field]
-        assert tried["restored"], field
-        assert set(tried["cells moved"]) == numbers, field
-        moved = {table for table in tried["tables moved"] if knobs.is_own(table)}
-        assert moved == tables & set(result["tables"]), field
+        tried, stays = result["fields"][field], STAYS_UNDER_SMOKE.get(field, set())
+        assert tried["restored"] and not tried["failed"], field
+        assert set(tried["cells moved"]) == numbers - stays, field
+        moved = set(filter(knobs.is_own, tried["tables moved"]))
+        assert moved == tables & set(result["tables"]) - stays, field

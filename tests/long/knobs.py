@@ -197,7 +197,7 @@ def contract() -> dict[str, tuple[set[str], set[str]]]:
         places = f"{where}; {reruns}"
         spans = [range(int(a), int(b) + 1) for a, b in re.findall(r"(\d\d) to (\d\d)", places)]
         numbers = set(re.findall(r"\d\d", places)) | {f"{n:02d}" for span in spans for n in span}
-        named = {table for table in known for name in re.findall(r"`([\w*]+)`", moving) if fnmatch(table, name)}
+        named = {table for table in known for name in re.findall(r"`([^`]+)`", moving) if fnmatch(table, name)}
         moves = known - named if moving.startswith("all") else named
         found |= {field: (numbers, moves) for field in re.findall(r"`(\w+)`", fields)}
     return found
