@@ -220,27 +220,28 @@ def git(*arguments: str, at: Path = ROOT) -> str:
     return subprocess.run(["git", *arguments], cwd=at, check=True, capture_output=True, text=True).stdout
 
 
-def baseline() -> dict[str, dict]:
-    """An undisturbed run of all notebooks; what differs when it is done again is `restless`."""
+def undisturbed(numbers: set[str], known: dict[str, dict]) -> dict[str, dict]:
+    """The notebooks' second run with no knob turned; cells that differ from the first are `restless`."""
     PROFILE.write_text('base = "smoke"\n')
-    first, second = (run_all(sorted(NOTEBOOKS), kept) for kept in ("first", "second"))
-    if tables_of(first) != tables_of(second):
-        raise SystemExit("two undisturbed runs differ in their tables")
-    return {n: second[n] | {"restless": moved(first[n], second[n])} for n in first}
+    found = run_all(sorted(numbers), "second")
+    if different := [n for n in numbers if known[n]["tables"] != found[n]["tables"]]:
+        raise SystemExit(f"two undisturbed runs differ in the tables of {different}")
+    return {n: found[n] | {"restless": moved(known[n], found[n])} for n in sorted(numbers)}
 
 
-def trial(field: str, base: dict[str, dict]) -> dict:
+def trial(field: str, known: dict[str, dict]) -> dict:
     """Turns one knob; what moved, and where 00 says something else."""
     began, (named, named_tables) = time.monotonic(), contract()[field]
-    numbers = named | {number for number, run in base.items() if field in run["asked"]}
+    numbers = named | {number for number, run in known.items() if field in run["asked"]}
     numbers = sorted((numbers | ({"14"} if "05" in numbers else set())) - {"16"})  # 14 takes 05's models unasked
+    base = undisturbed(set(numbers), known)
     PROFILE.write_text(f'base = "smoke"\n{VALUES[field]}\n')
     after = run_all(numbers, field)
     failed = {n: run.pop("failed") for n, run in after.items() if "failed" in run}
     after = {n: base[n] | run for n, run in after.items()}
     cells = {n: moved(base[n], after[n]) for n in numbers}
     those = {n for n in numbers if cells[n] or after[n]["tables"] != base[n]["tables"]}
-    before, new = tables_of({n: base[n] for n in numbers}), tables_of(after)
+    before, new = tables_of(base), tables_of(after)
     tables = {t for t in new.keys() | before.keys() if new.get(t) != before.get(t)}
     return {
         "value": VALUES[field].replace(f"{ROOT}/", ""),
@@ -248,18 +249,17 @@ def trial(field: str, base: dict[str, dict]) -> dict:
         "failed": failed,
         "cells moved": {n: len(cells[n]) for n in sorted(those)},
         "tables moved": sorted(tables),
-        "named, and not moved": sorted(named - those) + sorted(named_tables & tables_of(base).keys() - tables),
+        "named, and not moved": sorted(named - those) + sorted(named_tables & tables_of(known).keys() - tables),
         "moved, and not named": sorted(those - named) + sorted(filter(is_own, tables - named_tables)),
         "seconds": round(time.monotonic() - began),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def restored(fields: list[str], base: dict[str, dict]) -> bool:
+def restored(fields: list[str], known: dict[str, dict]) -> bool:
     """Whether all notebooks that these trials ran are as they were, run again with no knob turned; and the checkout."""
-    PROFILE.write_text('base = "smoke"\n')
     numbers = sorted({path.stem for field in fields for path in (WORK / "trials" / field).glob("*.json")})
-    again = run_all(numbers, "restored")
+    base, again = undisturbed(set(numbers), known), run_all(numbers, "restored")
     left = [n for n in numbers if moved(base[n], again[n]) or again[n]["tables"] != base[n]["tables"]]
     print("\nnot restored:", left)
     return not left and not git("status", "--porcelain", "--", "notebooks", "figures", "data")
@@ -308,21 +308,22 @@ def main() -> int:
     share_graphs()
     if not (INPUTS / "bios").exists():
         changed_inputs()
-    base = baseline()
+    PROFILE.write_text('base = "smoke"\n')
+    known = run_all(sorted(NOTEBOOKS), "first")
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"fields": {}}
-    result["tables"] = sorted(tables_of(base))
-    result["asked"] = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in base.items()}
+    result["tables"] = sorted(tables_of(known))
+    result["asked"] = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in known.items()}
     result["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     asked = args.only.split(",")
     for field in asked:
         if field == "in_place":
             result[field] = in_place()
         else:
-            result["fields"][field] = trial(field, base) | {"restored": False}  # so far
+            result["fields"][field] = trial(field, known) | {"restored": False}  # so far
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
         print(f"\n{field}", flush=True)
     fields = [field for field in asked if field != "in_place"]
-    good = restored(fields, base)
+    good = restored(fields, known)
     for field in fields:
         result["fields"][field]["restored"] = good
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
