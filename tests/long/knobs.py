@@ -43,7 +43,7 @@ VALUES = {
     "open_kg": f'open_kg = "{INPUTS}/kg.tsv.gz"',
     "bios": f'bios = "{INPUTS}/bios"',
     "recorded_answers": f'recorded_answers = ["{INPUTS}/answers.jsonl.gz"]',
-    "published": "[published]\nstage1.max_steps = 3\nstage2.learning_rate = 3e-4",
+    "published": "[published]\nstage1.max_steps = 3\nstage2.positives_per_chunk = 8",
     "improved": "[improved.stage2]\nmax_steps = 3",
     "encoder": f'encoder = "{ROOT}/data/models/drehr-improved"',
     "pooling": 'pooling = "cls"',
