@@ -131,6 +131,11 @@ def prepare() -> None:
     plots.save_figure = lambda *given: None  # most of the time, and compared by nothing here
 
 
+def written() -> set[tuple[Path, int]]:
+    """The profile's tables, and when."""
+    return {(path, path.stat().st_mtime_ns) for path in TABLES.glob("*.csv")}
+
+
 def run(number: str) -> dict:
     """Digests of what each code cell shows (figures aside), the fields that it asked for, digests of its tables."""
     import matplotlib
@@ -140,7 +145,7 @@ def run(number: str) -> dict:
     matplotlib.use("agg")
     os.chdir(ROOT / "notebooks")
     _ASKED.clear()
-    shell, shown, began = InteractiveShell.instance(), [], time.time() - 1
+    shell, shown, before = InteractiveShell.instance(), [], written()
     for cell in json.loads(NOTEBOOKS[number].read_text())["cells"]:
         if cell["cell_type"] != "code":
             continue
@@ -151,8 +156,8 @@ def run(number: str) -> dict:
             raise RuntimeError(f"notebook {number}: {done.error_in_exec or done.error_before_exec!r}")
         shows = captured.stdout + repr([sorted(output.data.items()) for output in captured.outputs])
         shown.append(sha(re.sub(r"T_[0-9a-f]{5}", "", shows).encode()))  # a table's own name in HTML, drawn by lot
-    written = {p.stem: sha(p.read_bytes()) for p in TABLES.glob("*.csv") if p.stat().st_mtime >= began}
-    return {"cells": shown, "asked": sorted(_ASKED), "tables": written}
+    tables = {path.stem: sha(path.read_bytes()) for path, _ in written() - before}
+    return {"cells": shown, "asked": sorted(_ASKED), "tables": tables}
 
 
 def run_all(numbers: list[str], kept: str) -> dict[str, dict]:
