@@ -53,8 +53,8 @@ VALUES = {
     "ablation_share": "ablation_share = 2.0",
     "bootstrap_samples": "bootstrap_samples = 150",
     "randomizations": "randomizations = 150",
-    "kg": "[kg]\nmax_mentions = 30\nown_mentions = 15\ntraining.max_steps = 3",
-    "capr": "[capr]\ntest_passages = 36\nmedquad_queries = 5\npassage_rows = 20",
+    "kg": "[kg]\nmax_pairs = 300\nmax_mentions = 30\nown_mentions = 15\ntraining.max_steps = 3",
+    "capr": "[capr]\npassage_words = 40\ntest_passages = 36\nmedquad_queries = 5\npassage_rows = 20",
     "radiology": "[radiology]\nreports = 16\niu_reports = 14\nbest.max_steps = 3",
 }
 
