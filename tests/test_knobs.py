@@ -44,17 +44,19 @@ def test_the_table_names_notebooks_and_tables_that_are_there():
             assert list((ROOT / "figures/tables").glob(f"{name}.csv")), name
 
 
-# What smoke is too small for, or has no part of: field -> notebooks and tables that the table names and that stay.
-STAYS_UNDER_SMOKE: dict[str, set[str]] = {}
+# What the table names and the trial left where it was.
+STAYS_UNDER_SMOKE = {
+    "published": {"04"},  # its figure alone, and figures aren't compared
+    "max_train_notes": {"capr_table3"},  # smoke's systems learn from the first 24 passages, however many there are
+}
 
 
 def test_each_knob_was_turned_moved_what_00_says_and_was_turned_back():
     result = json.loads(knobs.RESULT.read_text())
     assert result["in_place"]["restored"] and result["in_place"]["cells moved"]
     assert set(result["fields"]) == set(knobs.contract()) == set(knobs.VALUES)
-    for field, (numbers, tables) in knobs.contract().items():
-        tried, stays = result["fields"][field], STAYS_UNDER_SMOKE.get(field, set())
-        assert tried["restored"] and not tried["failed"], field
-        assert set(tried["cells moved"]) == numbers - stays, field
-        moved = set(filter(knobs.is_own, tried["tables moved"]))
-        assert moved == tables & set(result["tables"]) - stays, field
+    for field, tried in result["fields"].items():
+        assert tried["restored"] and tried["cells moved"] and not tried["failed"], field
+        found = knobs.against(field, tried, result["tables"])
+        assert not found["moved, and not named"], field
+        assert set(found["named, and not moved"]) == STAYS_UNDER_SMOKE.get(field, set()), field
