@@ -61,7 +61,8 @@ VALUES = {
 
 def changed_inputs() -> None:
     """Copies of the open data, each a little different: four training notes fewer and a drug more in a test note; a
-    fifth of our concepts left out; the last of each answer; a third of the judgments."""
+    fifth of our concepts left out; the last of each answer; the judgments of all notes' second chunks, and each chunk's
+    last word."""
     from drehr_utils.knowledge import vocabularies
 
     def rewrite(name: str, change: Callable[[list[str]], list[str]], to: str) -> None:
@@ -87,9 +88,13 @@ def changed_inputs() -> None:
     rewrite("open_notes/splits.csv.gz", four_fewer, "notes/splits.csv.gz")
     rewrite("llm_answers/train.jsonl.gz", lambda lines: list(map(less_said, lines)), "answers.jsonl.gz")
     rewrite("open_kg/concepts.tsv.gz", lambda lines: [x for i, x in enumerate(lines) if not i or i % 5], "kg.tsv.gz")
-    for path in INPUTS.glob("benchmark/*/qrels/*.tsv"):
+    for path in [*INPUTS.glob("benchmark/*/qrels/*.tsv"), *INPUTS.glob("benchmark/*/judgments/*.tsv")]:
         lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for i, line in enumerate(lines) if not i or i % 3))
+        path.write_text("".join(line for line in lines if not line.split("\t")[1].endswith("_1")))
+    for path in INPUTS.glob("benchmark/*/corpus.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [row | {"text": row["text"].rpartition(" ")[0] or row["text"]} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     vocabularies.save_bios(vocabularies.build_open_kg(INPUTS / "kg.tsv.gz"), INPUTS / "bios")
 
 
