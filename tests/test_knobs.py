@@ -50,7 +50,8 @@ STAYS_UNDER_SMOKE = {
     "max_train_notes": {"capr_table3"},  # smoke's systems learn from the first 24 passages, however many there are
     "open_kg": {"00", "06"},  # their one search, and their one note, hold none of the concepts that the trial left out
     "bios": {"00", "06"},
-    "benchmark": {"cliniq_query_length"},  # the trial's has our own curation of queries
+    # The trial's has our own curation of queries; 15 shows one judged example, which moved when others were left out.
+    "benchmark": {"15", "cliniq_query_length"},
 }
 
 
