@@ -12,6 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from drehr_utils.config import MINILM
@@ -26,6 +27,24 @@ def has_fast_bf16() -> bool:
         return torch.cuda.is_bf16_supported()
     info = Path("/proc/cpuinfo")  # Linux's
     return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
+
+
+class Rounded:
+    """An encoder with its weights rounded to bf16 once, for all texts of a step: activations, residuals and gradients
+    are bf16 too, and those that reach the weights, which stay float32, are summed there.
+
+    What autocast does on a GPU. On a CPU that rounds the weights anew for each bucket of texts, and adds bf16 to
+    float32 in each layer: 1.7 times the time of a step of MiniLM."""
+
+    def __init__(self, encoder: torch.nn.Module):
+        self.encoder = encoder
+        self.weights = {name: weight.bfloat16() for name, weight in encoder.named_parameters()}
+
+    def __call__(self, texts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return functional_call(self.encoder, self.weights, (texts,))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
 
 
 def load_encoder(

@@ -21,7 +21,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
 from drehr_utils.training import losses
-from drehr_utils.training.encoders import embed_buckets, has_fast_bf16
+from drehr_utils.training.encoders import Rounded, embed_buckets, has_fast_bf16
 from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
 
 
@@ -121,8 +121,16 @@ class ScheduledTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
 
+    def _rounds(self, model: torch.nn.Module) -> bool:
+        """On a CPU with bf16, where all weights are trained; layers that compute anew in the backward pass would find
+        the float32 ones."""
+        own, args = self.accelerator.unwrap_model(model), self.args
+        if not (args.bf16 and args.use_cpu and isinstance(own, SentenceTransformer)) or args.activation_checkpointing:
+            return False
+        return all(weight.requires_grad for weight in own.parameters())
+
     def compute_loss(self, model, inputs, return_outputs=False, **_):
-        loss = self.loss(model, inputs)
+        loss = self.loss(Rounded(model) if self._rounds(model) else model, inputs)
         return (loss, {}) if return_outputs else loss
 
 
@@ -148,7 +156,7 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
         per_device_train_batch_size=config.batch_size,
         learning_rate=config.learning_rate,
         lr_scheduler_type="linear",
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         bf16=has_fast_bf16(),
         use_cpu=not torch.cuda.is_available(),
         seed=config.seed,

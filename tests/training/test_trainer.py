@@ -1,5 +1,6 @@
 """Training on a few chunks: the schedule, resuming, determinism, equal encodings, a model that any tool loads."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +69,37 @@ def test_buckets_change_no_embedding():
     with torch.no_grad():
         bucketed = encoders.embed_buckets(encoder, encoders.token_buckets(encoder, texts, 512, 3)).cpu().numpy()
     assert np.allclose(bucketed, encoder.encode(texts, normalize_embeddings=True), atol=1e-5)
+
+
+def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path):
+    """The trained weights stay float32: of a copy that is bf16 altogether they have loss and gradient, not the steps."""
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    copy = deepcopy(encoder).bfloat16().train()
+    collator, found = sampling.Collator(encoder), {}
+    rows = [sampling.Row("chf on lasix", ["furosemide", "heart failure"], ["furosemide", "heart failure"]),
+            sampling.Row("edema, lasix", ["furosemide", "edema"], ["furosemide", "edema"])]  # fmt: skip
+
+    class First(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    def loss(model, inputs):
+        return trainer.batch_loss(model, inputs, CONFIG)
+
+    start = {name: p.clone() for name, p in encoder.named_parameters()}
+    options = {"progress": False, "bf16": True, "max_grad_norm": 0.0, "callbacks": [First()]}
+    curve = trainer.train(encoder, rows, [[0, 1]], collator, loss, CONFIG, tmp_path, **options)
+    trainer.prepare_for_training(copy, CONFIG)
+    expected = loss(copy, collator(rows))
+    expected.backward()
+    assert curve["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = {name: p.grad.float() for name, p in copy.named_parameters() if p.grad is not None}
+    assert gradients.keys() == found.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    after = dict(encoder.named_parameters())
+    assert {p.dtype for p in after.values()} == {torch.float32}
+    moved = torch.cat([(after[name] - p).abs().flatten() for name, p in start.items()])
+    assert moved[moved > 0].median().item() == pytest.approx(CONFIG.learning_rate, rel=0.01)  # AdamW's first step
 
 
 def test_gradients_equal_those_of_every_entity_encoded_by_itself():
