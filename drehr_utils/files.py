@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import json
 import os
@@ -57,6 +58,21 @@ def open_file(path: Path, mode: str = "rb", hint: str = HINT, **options: str) ->
         raise DataError(f"{short_name(path)}: no such file, with or without .gz; {hint}")
     with naming(found, hint):
         return (gzip.open if found.suffix == ".gz" else open)(found, mode, **options)
+
+
+_DISK_FAULTS = {
+    errno.ENOSPC: "the disk is full; make room",
+    errno.EDQUOT: "your share of the disk is full; make room",
+    errno.EROFS: "can't be written to (a read-only disk); make it writable, or name another folder",
+    errno.EACCES: "can't be written to (another user's); make it writable, or name another folder",
+}
+
+
+def disk_fault(error: BaseException) -> str:
+    """What is wrong with the disk and what to do, "" for another error. Libraries have their own errors for it, which
+    all give the system's number."""
+    number = getattr(error, "errno", 0)
+    return next((why for no, why in _DISK_FAULTS.items() if no == number or f"os error {no})" in str(error)), "")
 
 
 @contextmanager

@@ -7,9 +7,8 @@ bars), so that a committed notebook changes only when its results do.
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import itertools
-import json
 import os
 import re
 import sys
@@ -39,7 +38,6 @@ _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _TRAINING, _READ_ITS_MODELS = "05", ("08", "09", "10", "11", "14")  # beside it these would only wait for its models
 _OPENED = "opened.tsv"
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # full, or not to be written to
 _LAST = "16"  # reads what all others found
 
 
@@ -245,9 +243,9 @@ def _report(place: Place, notebook: Path, error: Exception) -> str:
 
     copy, log = place.cache / "failed" / notebook.name, place.log(notebook)
     where, line, more = place.show(notebook), "", ""
-    if copy.exists() and not _torn(copy):
-        more = f"\nThe notebook up to there: {place.show(copy)}"
+    with contextlib.suppress(FileNotFoundError, ValueError):  # no copy, or one that a full disk cut off
         cells = _without(nbformat.read(copy, as_version=4).cells, _ERROR_MARKER, _INJECTED)
+        more = f"\nThe notebook up to there: {place.show(copy)}"
         started = [at for at, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
         if started:
             where += f", cell {started[-1] + 1}"
@@ -261,15 +259,6 @@ def _report(place: Place, notebook: Path, error: Exception) -> str:
         return f"{where} failed with {kind}:{line}\n{said}{more}"
     message = path_shortener(place.root)(getattr(error, "evalue", str(error))).strip()
     return f"{where} failed:{line}\n{kind}: {message}{more}"
-
-
-def _torn(notebook: Path) -> bool:
-    """Whether the file isn't JSON: a full disk cuts it off."""
-    try:
-        json.loads(notebook.read_bytes())
-    except ValueError:
-        return True
-    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -352,10 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"Not started: {error}", file=sys.stderr)
     except OSError as error:
-        if error.errno not in _DISK:
+        if not (why := files.disk_fault(error)):
             raise
         where = path_shortener(place.root)(str(error.filename or place.cache))
-        print(f"Stopped: {where}: {error.strerror}; mend that and run this again: it goes on", file=sys.stderr)
+        print(f"Stopped: {where}: {why}, then run this again: it goes on", file=sys.stderr)
     return 1
 
 

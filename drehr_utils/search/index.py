@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import hashlib
 import json
 import os
@@ -93,24 +92,13 @@ def is_new(folder: Path) -> bool:
     return all(name in (".gitignore", f".{_HYBRID}.lock") or name.startswith("partial-") for name in names)
 
 
-_FAULTS = {
-    errno.ENOSPC: "the disk is full; make room",
-    errno.EDQUOT: "your share of the disk is full; make room",
-    errno.EROFS: "can't be written to (a read-only disk); make it writable, or name another folder",
-    errno.EACCES: "can't be written to (another user's); make it writable, or name another folder",
-}
-
-
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """A disk that can't be written is a DataError; each library has another error for it, all name the system's."""
+    """A disk that can't be written is a DataError."""
     try:
         yield
     except Exception as error:
-        said = (
-            why for no, why in _FAULTS.items() if no == getattr(error, "errno", 0) or f"os error {no})" in str(error)
-        )
-        if isinstance(error, DataError) or not (why := next(said, "")):
+        if isinstance(error, DataError) or not (why := files.disk_fault(error)):
             raise
         raise DataError(f"{folder.name}/: {why}, then run this again; what is in the index stays whole") from None
 

@@ -1,5 +1,5 @@
-"""An index's rows made by several processes of Ray, of this machine or, where RAY_ADDRESS names one, of a cluster that
-sees the index's folder.
+"""An index's rows made by several processes of Ray, of this machine or, where DREHR_RAY_ADDRESS names one, of a cluster
+that sees the index's folder: then the notes' text goes to its machines.
 
 A worker writes its rows to the table's folder; they are in the table once this process has committed them, a part at a
 time. So a worker that dies is replaced and does its part again, and no part is there half or twice.
@@ -8,7 +8,6 @@ time. So a worker that dies is replaced and does its part again, and no part is 
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,39 +24,38 @@ if TYPE_CHECKING:
     from drehr_utils.search.index import NoteIndex
 
 T = TypeVar("T")
+ADDRESS = "DREHR_RAY_ADDRESS"
 ATTEMPTS = 3  # at a part, where workers die
 
 
 @contextmanager
 def _cluster(workers: int) -> Iterator[None]:
-    """Ray, closed to other users and machines: its sockets are loopback's, its files in a folder of mode 0700."""
-    if not os.environ.get("RAY_ADDRESS"):
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
-            "0"  # as it is called on Linux, too: no address but loopback's
-        )
+    """Ray, closed to other users and machines: its sockets are loopback's, its files in a folder of mode 0700. Only
+    where ADDRESS is set is it the cluster of that address, whose machines get the notes' text: RAY_ADDRESS, which may
+    have been set for other work, counts for nothing."""
+    address = os.environ.get(ADDRESS)
+    if not address:  # its name notwithstanding it counts on Linux, too: no address but loopback's
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it tells its makers
     try:
         import lance  # noqa: F401
         import ray
     except ImportError:
         raise DataError("--workers needs Ray and Lance: pip install 'drehr_utils[scale]'") from None
-    folder = None
-    if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address, log_to_driver=False, logging_level="ERROR")
-    else:
-        folder = tempfile.mkdtemp(prefix="drehr_")
-        ray.init(
-            num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder,
-            object_store_memory=256 * 2**20,
-        )  # fmt: skip
-    try:
-        if folder and ray.util.get_node_ip_address() != "127.0.0.1":
-            raise DataError("Ray was imported before this, and listens to the network: use a new Python process")
-        yield
-    finally:
-        ray.shutdown()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="drehr_", ignore_cleanup_errors=True) as folder:
+        own = dict(num_cpus=workers, include_dashboard=False, object_store_memory=256 * 2**20, _temp_dir=folder)
+        try:
+            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **({} if address else own))
+        except Exception as error:  # of many kinds, a plain one where the machine is too busy to answer in time
+            where = f"{ADDRESS} ({address})" if address else "this machine"
+            raise DataError(f"Ray did not start on {where} ({type(error).__name__}); run this again, or without "
+                            "--workers") from None  # fmt: skip
+        try:
+            if not address and ray.util.get_node_ip_address() != "127.0.0.1":
+                raise DataError("Ray was imported before this, and listens to the network: use a new Python process")
+            yield
+        finally:
+            ray.shutdown()
 
 
 def append_on_ray(

@@ -139,7 +139,8 @@ def main(arguments: list[str] | None = None) -> None:
     index.add_argument("--model", type=Path, help="of a new index: what train made, or an encoder (the shipped hybrid)")
     index.add_argument("--remove-gone", action="store_true", help="take out the notes that aren't in NOTES any more")
     index.add_argument("--workers", type=_number, metavar="N", help="encode on N processes of Ray, here or on the "
-                       "cluster that RAY_ADDRESS names (pip install 'drehr_utils[scale]')")  # fmt: skip
+                       "cluster that DREHR_RAY_ADDRESS names, which then gets the notes' text (pip install "
+                       "'drehr_utils[scale]')")  # fmt: skip
     query = commands.add_parser("query", help="search an index", formatter_class=_FORMAT)
     query.set_defaults(run=ask)
     query.add_argument("query", nargs="?", help="an entity: a disease, a procedure, a drug, a finding")

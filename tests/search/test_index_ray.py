@@ -21,6 +21,7 @@ def ray_processes():
 
 def test_what_ray_indexes_is_what_this_process_indexes(hybrid, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(index, "NOTES_AT_ONCE", 2)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # of other work; the notes' text must not go there
     first, later = notes(12), [note(0, "only a few words"), *notes(14)[1:]]
     on_ray, seen = index.NoteIndex.create(tmp_path / "ray", hybrid), []
     real = index_ray.add_notes

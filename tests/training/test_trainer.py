@@ -72,7 +72,7 @@ def test_buckets_change_no_embedding():
 
 
 def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path):
-    """The trained weights stay float32: of a copy that is bf16 altogether they have loss and gradient, not the steps."""
+    """The trained weights stay float32: of a copy that is bf16 altogether they have the loss and the gradient."""
     encoder = pipeline.starting_encoder(load_profile("smoke"))
     copy = deepcopy(encoder).bfloat16().train()
     collator, found = sampling.Collator(encoder), {}
