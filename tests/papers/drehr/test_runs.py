@@ -80,7 +80,8 @@ def test_a_claim_on_a_row_without_a_record_says_which_it_needs():
 
 
 @pytest.mark.slow
-def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, capsys):
+def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(public_data.DATA_VARIABLE, str(tmp_path))  # four guards on MedQuAD would take minutes
     before = {path: path.read_bytes() for path in (ROOT / "data/runs").glob("*")}
     row, other = "DR.EHR w/o stage I", "1. the code's loss, masked"
     runs.main(["--profile", "smoke", "--only", row, other, "--seeds", "0", "1"])
