@@ -32,6 +32,7 @@ from drehr_utils.evaluation.metrics import of_group
 Statistic = Callable[[np.ndarray], np.ndarray]  # of sums [..., columns]
 Ids = np.ndarray | None  # of each search's query or patient
 RESULT_COLUMNS = ["system", "setting", "group", "metric", "paper", "ours", "low", "high", "p"]
+DIFFERENCE = "difference"  # beside them where there is a p: from the system that it is against
 
 
 def bootstrap(
@@ -121,20 +122,24 @@ def result_rows(
 ) -> pd.DataFrame:
     """Per-search values as long-form rows (RESULT_COLUMNS), one a metric: mean, 95% interval, p against `start`.
 
-    `start` holds another system's values of the same searches; p is empty without it, and `paper` always. Where the
+    `start` holds another system's values of the same searches; p is empty without it, and `paper` always. With it the
+    mean difference from it is in DIFFERENCE. Where the
     values are of several trainings (a column `seed`), the mean is over them, too, and the interval draws them."""
     metrics = list(dict.fromkeys(values["metric"]))
     seeds, clusters = _matrix(values, metrics)
     matrix = seeds.mean(axis=1)
     draws = bootstrap_means(seeds.reshape(len(seeds), -1), resampling, **clusters)
     low, high = percentile_interval(_over_seeds(draws.reshape(len(draws), *seeds.shape[1:]), resampling.seed))
-    p = np.full(len(metrics), np.nan)
+    p = differences = np.full(len(metrics), np.nan)
     if start is not None:
         if set(start["search_id"]) != set(values["search_id"]):
             raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
-        p = paired_randomization_test(matrix, _matrix(start, metrics)[0].mean(axis=1), resampling, **clusters)
+        other = _matrix(start, metrics)[0].mean(axis=1)
+        p = paired_randomization_test(matrix, other, resampling, **clusters)
+        differences = (matrix - other).mean(axis=0)
     rows = pd.DataFrame({"metric": metrics, "ours": matrix.mean(axis=0), "low": low, "high": high, "p": p})
-    return rows.assign(system=name, setting=setting, group=group, paper=np.nan)[RESULT_COLUMNS]
+    rows = rows.assign(system=name, setting=setting, group=group, paper=np.nan)
+    return rows.assign(**{DIFFERENCE: differences})[[*RESULT_COLUMNS, DIFFERENCE]]
 
 
 def gain_rows(

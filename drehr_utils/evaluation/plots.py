@@ -20,12 +20,19 @@ from drehr_utils.profiles import ROOT
 FIGURES = ROOT / "figures"
 # Okabe and Ito's colours, told apart with any colour vision; yellow comes last, being faint on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-# A system has one colour in all figures; eight don't go round, so those share one that have little to be compared for.
+GREY = "#888888"
+_SBERT = ("RS/NB(32)", "HS/NB(32)", "HS/MB(64)", "HS/MB(128)", "HS/MB(256)", "HS/MB(512)")  # one system's variants
+# A system has one colour in all figures; eight don't go round, so those share one that are in no figure together.
 SYSTEMS = {
     "MiniLM (start)": PALETTE[0], "MiniLM, names read": PALETTE[5], "BM25": PALETTE[6], "BM25 + KG": PALETTE[4],
     "RRF": PALETTE[3], "DR.EHR": PALETTE[1], "DR.EHR (improved)": PALETTE[2], "DR.EHR w/o stage I": PALETTE[3],
-    "DR.EHR (equations)": PALETTE[4],
-}  # fmt: skip
+    "DR.EHR (equations)": PALETTE[4], "DR.EHR (hybrid)": PALETTE[1], "MiniLM (hybrid)": PALETTE[3],
+    "ICD-10 Syn": PALETTE[1], "ICD-10 Graph": PALETTE[4], "HPO Syn": PALETTE[2], "HPO Graph": PALETTE[7],
+    "MeSH Syn": PALETTE[3], "MeSH Graph": PALETTE[5], "Comb": GREY, "Supervised": PALETTE[2],
+    "Supervised + Comb": PALETTE[3], "TF-IDF": GREY, "CAPR-Bi": PALETTE[2], "CAPR-Bi-shared": PALETTE[5],
+    "CAPR-Poly": PALETTE[4], "CAPR-Cross": PALETTE[1], "CDV": PALETTE[3], "CDV-finetune": PALETTE[7],
+    "MiniLM (MLM-tuned)": PALETTE[4], "SBERT (radiology)": PALETTE[2],
+} | {f"SBERT/{kind}": PALETTE[2] for kind in _SBERT}  # fmt: skip
 SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's
 
 
@@ -125,8 +132,7 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int) -> Figur
     size, heights = (SINGLE_COLUMN, 2.2 + 0.8 * rates), [3, 1] if rates else [1]
     fig, axes = plt.subplots(1 + rates, 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
     loss_axis: Axes = axes[0, 0]
-    for i, (name, history) in enumerate(histories.items()):
-        colour = PALETTE[i % len(PALETTE)]
+    for (name, colour), history in zip(colours(histories).items(), histories.values(), strict=True):
         loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
         running = history["loss"].rolling(smooth, min_periods=1, center=True).mean()
         loss_axis.plot(history["step"], running, color=colour, label=name)

@@ -1,7 +1,7 @@
 """Results tables: one long form, printed as the paper prints it with the published figure beside ours.
 
-A cell is `paper / ours [low, high]*`: 95% interval; `*` where p < 0.01 against the starting encoder, better or worse;
-the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS and `budget`, the chunks or
+A cell is `paper / ours [low, high] ▲`: 95% interval; ▲ or ▼ where p < 0.01 and ours is above or below the system that
+p is against; the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS and `budget`, the chunks or
 pairs that a training was shown), Markdown and LaTeX.
 """
 
@@ -19,7 +19,7 @@ import pandas as pd
 
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.claims import SIGNIFICANT
-from drehr_utils.evaluation.intervals import RESULT_COLUMNS
+from drehr_utils.evaluation.intervals import DIFFERENCE, RESULT_COLUMNS
 from drehr_utils.files import naming
 from drehr_utils.profiles import ROOT
 
@@ -109,7 +109,7 @@ def save_table(
     layout = layout or Layout()
     cells = show_table(long, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    columns = [*RESULT_COLUMNS, "budget", *({"as_of"} & set(long))]
+    columns = [*RESULT_COLUMNS, "budget", *(name for name in (DIFFERENCE, "as_of") if name in long)]
     table = long.reindex(columns=columns).round(4).to_csv(index=False, lineterminator="\n")
     for kind, text in (("csv", table), ("md", _markdown(long, layout)), ("tex", _latex(long, layout, name))):
         (folder / f"{name}.{kind}").write_bytes(text.encode())
@@ -121,7 +121,7 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.exists():
         raise DataError(f"{path.name}: no such table; run the notebook that makes it")
-    numbers = [column for column in [*RESULT_COLUMNS, "budget", "as_of"] if column not in KEYS]
+    numbers = [column for column in [*RESULT_COLUMNS, "budget", DIFFERENCE, "as_of"] if column not in KEYS]
     blank = dict.fromkeys(numbers, [""])  # only numbers may be missing: a blank setting is a setting
     with naming(path, "run the notebook that makes it again"):
         table = pd.read_csv(path, dtype=dict.fromkeys(KEYS, str), keep_default_na=False, na_values=blank)
@@ -170,8 +170,10 @@ class _Flavour:
     """What a printed cell looks like in one format."""
 
     none: str
-    star: str
     bold: str
+    above: str = " ▲"
+    below: str = " ▼"
+    star: str = "*"  # neither: of a table that says nothing of the difference
     kept: str = "†"
 
     def cell(self, row: pd.Series, decimals: int, both: bool, best: bool) -> str:
@@ -184,15 +186,16 @@ class _Flavour:
         if not (pd.isna(row["low"]) or pd.isna(row["high"])):
             ours += f" [{row['low']:.1f}, {row['high']:.1f}]"
         if row["p"] < SIGNIFICANT:
-            ours += self.star
+            difference = row.get(DIFFERENCE, np.nan)
+            ours += self.above if difference > 0 else self.below if difference < 0 else self.star
         if "as_of" in row and pd.notna(row["as_of"]):  # with_kept
             ours += self.kept
         return f"{number(row['paper'])} / {ours}" if both else ours
 
 
-_PLAIN = _Flavour(none="–", star="*", bold="{}")
-_MARKDOWN = _Flavour(none="–", star="\\*", bold="**{}**")
-_LATEX = _Flavour(none="--", star="$^{*}$", bold="\\textbf{{{}}}", kept="$^{\\dagger}$")
+_PLAIN = _Flavour(none="–", bold="{}")
+_MARKDOWN = _Flavour(none="–", bold="**{}**", star="\\*")
+_LATEX = _Flavour("--", "\\textbf{{{}}}", r"$^{\uparrow}$", r"$^{\downarrow}$", "$^{*}$", r"$^{\dagger}$")
 
 
 def _grid(long: pd.DataFrame, layout: Layout, flavour: _Flavour) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import Benchmark, Patient, load_benchmark, subset
 from drehr_utils.evaluation.intervals import (
+    DIFFERENCE,
     RESULT_COLUMNS,
     bootstrap_interval,
     evaluate_system,
@@ -160,10 +161,12 @@ def test_evaluate_system_rows(dev):
         for chunk_id in part.qrels.get(query_id, {}):
             better[row, column[chunk_id]] += 100
     rows = evaluate_system("oracle", per_search(part, better), ONE, per_search(part, start))
-    assert list(rows.columns) == RESULT_COLUMNS and not rows.duplicated(RESULT_COLUMNS[:4]).any()
+    assert list(rows.columns) == [*RESULT_COLUMNS, DIFFERENCE] and not rows.duplicated(RESULT_COLUMNS[:4]).any()
     assert len(rows) == 4 * (2 * 4 + 5) and set(rows["setting"]) == {"single", "multi"}
     one = rows.set_index(["setting", "group", "metric"])
     assert one.loc[("single", "all", "MAP"), "ours"] == 100 and one.loc[("multi", "all", "MRR"), "ours"] == 100
+    by = means(single_patient(part, better))["MAP"] - means(single_patient(part, start))["MAP"]
+    assert one.loc[("single", "all", "MAP"), DIFFERENCE] == pytest.approx(by)
     assert one.loc[("single", "all", "MAP"), "p"] < 0.001 and one.loc[("single", "string", "MAP"), "p"] == 1
     alone = evaluate_system("BM25", per_search(part, start), ONE)
     assert alone["p"].isna().all() and (alone["low"] <= alone["ours"]).all() and (alone["ours"] <= alone["high"]).all()

@@ -186,6 +186,11 @@ def test_save_and_read_back(long, tmp_path):
     markdown = first["toy.md"].decode().splitlines()
     assert markdown[0] == "50% of A & B" and markdown[2] == "| System | Single-Patient MRR | multi MRR |"
     assert markdown[5] == "| A & B_1 | – / **85.50** [83.0, 87.0]\\* | – / 55.00 [52.0, 58.0] |"
+    for sign, (plain, printed) in {1: ("▲", r"$^{\uparrow}$"), -1: ("▼", r"$^{\downarrow}$")}.items():
+        save_table(table.assign(difference=0.5 * sign), "toy", layout, tmp_path)
+        assert f"**85.50** [83.0, 87.0] {plain} |" in (tmp_path / "toy.md").read_text()
+        assert rf"\textbf{{85.50}} [83.0, 87.0]{printed} &" in (tmp_path / "toy.tex").read_text()
+        assert read_table("toy", tmp_path)["difference"].eq(0.5 * sign).all()
     assert {line.count("|") for line in markdown[2:]} == {4}
 
     latex = first["toy.tex"].decode()
