@@ -1,8 +1,8 @@
 """Results tables: one long form, printed as the paper prints it with the published figure beside ours.
 
 A cell is `paper / ours [low, high] ▲`: 95% interval; ▲ or ▼ where p < 0.01 and ours is above or below the system that
-p is against; the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS and `budget`, the chunks or
-pairs that a training was shown), Markdown and LaTeX.
+p is against; the best of ours bold. Each table is saved as CSV (the long form, intervals.RESULT_COLUMNS, `difference`
+and `budget`, the chunks or pairs that a training was shown), Markdown and LaTeX.
 """
 
 from __future__ import annotations
