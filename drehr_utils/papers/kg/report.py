@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from drehr_utils.config import PairConfig
 from drehr_utils.evaluation import intervals, tables
 from drehr_utils.papers.kg.linking import TestSet
+from drehr_utils.papers.kg.pair_training import pair_schedule
 from drehr_utils.papers.kg.systems import graphs, load, recall, zero_shot_setting
-from drehr_utils.papers.kg.tasks import text_key
+from drehr_utils.papers.kg.tasks import Task, text_key
 from drehr_utils.profiles import Profile
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.fusion import rank, tie_keys
@@ -50,9 +53,14 @@ def gains(
 def ranked(
     profile: Profile, test_set: TestSet, systems: Mapping[str, str | Path], mentions: Sequence[str], k: int = 5
 ) -> pd.DataFrame:
-    """The first `k` concepts that each system finds for each mention; ✓ marks those that the test set has for it."""
-    searched, frames = list(test_set.concepts.values()), {mention: {} for mention in mentions}
-    ties = tie_keys(mentions, test_set.concepts)
+    """The gold concepts of each mention, and the first `k` that each system finds for it; ✓ marks the gold ones."""
+    searched, ties = list(test_set.concepts.values()), tie_keys(mentions, test_set.concepts)
+    gold = {text: {c for m in test_set.mentions if text_key(m.text) == text_key(text) for c in m.concepts}
+            for text in mentions}  # fmt: skip
+    frames: dict[str, dict[str, list[str]]] = {}
+    for text, concepts in gold.items():
+        known = [f"{c} {test_set.concepts[c]}" for c in sorted(concepts)]
+        frames[text] = {"gold": [*(known or [f"not one of {test_set.name}'s mentions"]), *[""] * k][:k]}
     for name, model in systems.items():
         if model == "BM25":
             scores = BM25(searched).scores(mentions)
@@ -60,8 +68,7 @@ def ranked(
             vectors = encoders.encode(load(profile, model), [*mentions, *searched], bf16=True)
             scores = vectors[: len(mentions)] @ vectors[len(mentions) :].T
         for mention, order in zip(mentions, rank(scores, ties), strict=True):
-            gold = {c for m in test_set.mentions if text_key(m.text) == text_key(mention) for c in m.concepts}
-            shown = [f"{'✓ ' * (c in gold)}{c} {text}" for c, text in test_set.concepts.items()]
+            shown = [f"{'✓ ' * (c in gold[mention])}{c} {text}" for c, text in test_set.concepts.items()]
             frames[mention][name] = [shown[i] for i in order[:k]]
     return pd.concat({m: pd.DataFrame(columns, index=range(1, k + 1)) for m, columns in frames.items()})
 
@@ -82,6 +89,19 @@ def gain_draws(
         draws = intervals.bootstrap_means(gains.to_numpy(), profile.resampling, concepts)
         frames.append(pd.DataFrame(draws, columns=gains.columns))
     return pd.concat(frames, axis=1).rename_axis(columns=["system", "group", "metric"])
+
+
+def known_false_negatives(train: Task, config: PairConfig) -> dict[str, int]:
+    """The negatives in the batches of a training on one task, and how many `mask_false_negatives` would leave out:
+    concepts of another pair with the same mention or the same concept."""
+    keys = pd.factorize(np.array([text_key(text) for text in train.texts], dtype=object))[0]
+    found = {"negatives": 0, "known to be false": 0}
+    for step in pair_schedule([len(train)], config):
+        mention, concept = (keys[side[[i for _, i in step]]] for side in (train.mention, train.concept))
+        same = (mention[:, None] == mention) | (concept[:, None] == concept)
+        found["negatives"] += len(step) * (len(step) - 1)
+        found["known to be false"] += int(same.sum()) - len(step)
+    return found
 
 
 # --- the paper's figures --------------------------------------------------------------------------------------------

@@ -205,6 +205,13 @@ def test_what_was_seen_is_of_training_pairs(tasks):
     )
 
 
+def test_false_negatives_are_pairs_of_one_mention_or_concept():
+    # Of 4 x 3 negatives: (a, x) and (A, y) have one mention, (a, x) and (b, x) one concept, either way round.
+    task = Task.from_pairs("t", "g", [("a", "x"), ("A!", "y"), ("b", "x"), ("c", "z")])
+    counted = report.known_false_negatives(task, PairConfig(batch_size=4, max_steps=2))
+    assert counted == {"negatives": 24, "known to be false": 8}
+
+
 def test_own_dev_mentions_are_of_no_training_pair(tasks):
     for train, dev in tasks.values():
         own = linking.own_task(train, dev, mentions=300, concepts=500, seed=0)

@@ -152,5 +152,7 @@ def test_recall_by_hand_and_cut():
 def test_a_ranked_list_marks_the_gold_concept():
     concepts = {"A": "gout of the toe", "B": "rash", "C": "pain in the toe"}
     found = TestSet("t", "g", concepts, {}, [Mention("1", "d", "Toe pain", frozenset("C"))])
-    best = ranked(load_profile("smoke"), found, {"BM25": "BM25"}, ["toe pain", "rash"], k=2)["BM25"]
+    lists = ranked(load_profile("smoke"), found, {"BM25": "BM25"}, ["toe pain", "rash"], k=2)
+    assert lists["gold"].tolist() == ["C pain in the toe", "", "not one of t's mentions", ""]
+    best = lists["BM25"]
     assert best["toe pain"].tolist() == ["✓ C pain in the toe", "A gout of the toe"] and best["rash", 1] == "B rash"
