@@ -36,18 +36,19 @@ def comparisons(
     """One row a task and pair of systems, of those measured there: does the first beat the second in R@1?
 
     `values`: per-query values (medquad.recall_values) of (system, task); `paper`: the paper's R@1 of (system, task).
-    Returns `task, better, than, ours, paper, p, verdict`: differences in points, on the queries that both answered,
-    and the paired randomization test's p. The verdict is on the paper's own finding: where its figures have `better`
-    below `than`, that is what may hold here; where it has none, that `better` is above."""
+    Returns `task, first, second, ours, low, high, paper, p, verdict`: differences in points, on the queries that both
+    answered, with their 95% interval, and the paired randomization test's p. The verdict is on the paper's own finding:
+    where its figures have `first` below `second`, that is what may hold here; where it has none, that it is above."""
     rows = []
-    for task, (better, than) in itertools.product(tasks, pairs):
-        if {(better, task), (than, task)} <= values.keys():
-            both = common(values[better, task], values[than, task])
-            gain = intervals.gain_rows(better, "", task, *both, resampling).set_index("metric").loc["R@1"]
-            printed = paper.get((better, task), math.nan) - paper.get((than, task), math.nan)
+    for task, (first, second) in itertools.product(tasks, pairs):
+        if {(first, task), (second, task)} <= values.keys():
+            both = common(values[first, task], values[second, task])
+            gain = intervals.gain_rows(first, "", task, *both, resampling).set_index("metric").loc["R@1"]
+            printed = paper.get((first, task), math.nan) - paper.get((second, task), math.nan)
             said = verdict(gain, -1 if printed < 0 else 1)
-            rows.append((task, better, than, gain["ours"], printed, gain["p"], said))
-    return pd.DataFrame(rows, columns=["task", "better", "than", "ours", "paper", "p", "verdict"])
+            rows.append((task, first, second, *gain[["ours", "low", "high"]], printed, gain["p"], said))
+    columns = ["task", "first", "second", "ours", "low", "high", "paper", "p", "verdict"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, scores: np.ndarray) -> pd.Series:
@@ -64,22 +65,49 @@ def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, sco
     return pd.concat([pd.Series({"wrong first passages": len(found)}), 100 * of.mean()])
 
 
-def ranked(profile: Profile, names: Iterable[str], query: str, texts: Sequence[Passage], k: int = 3) -> pd.DataFrame:
-    """The first `k` of the passages for a query by each system, cut short: ✓ where one has the query's entity and
-    aspect, its heading in brackets, the entity in capitals."""
-    (entity, aspect), found = query.rsplit(" ; ", 1), {}
+def telling(data: MedQuad, candidates: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, int]:
+    """What a query shows of a training -> its place: the first that the scores `after` answer at the first place and
+    those `before` don't, and the first the other way round; the first of all where there is neither."""
+    ids = list(data.passages)
+    firsts = [best_first(data, candidates, scores)[:, 0] for scores in (before, after)]
+    right = [[ids[at] in data.qrels[q] for q, at in zip(data.queries, first, strict=True)] for first in firsts]
+    pairs = list(zip(*right, strict=True))
+    kinds = {"first after training, not before": (False, True), "first before training, not after": (True, False)}
+    told = {f"answer {said}": pairs.index(kind) for said, kind in kinds.items() if kind in pairs}
+    return told or {"no query's first place was won or lost": 0}
+
+
+def near(query: str, texts: Iterable[Passage], n: int = 64) -> list[Passage]:
+    """`n` of the labelled passages: first those with the query's entity and aspect, then those with one of them."""
+    entity, _, aspect = query.partition(" ; ")
+    labelled = [p for p in texts if p.labelled]
+    return sorted(labelled, key=lambda p: -((entity in p.entities) + (p.aspect == aspect)))[:n]
+
+
+def scores_of(profile: Profile, names: Iterable[str], query: str, texts: Sequence[Passage]) -> dict[str, np.ndarray]:
+    """Each system's scores of the passages for a query; BM25 counts its words in these passages alone."""
+    found = {}
     for name in names:
         if name == "BM25":
-            scores = BM25([p.text for p in texts]).scores([query])[0]
+            found[name] = BM25([p.text for p in texts]).scores([query])[0]
         else:
             with torch.no_grad():
-                scores = systems.trained_model(profile, name)[0].eval()([query], texts)[0].numpy(force=True)
-        best = [texts[i] for i in np.argsort(-scores, kind="stable")[:k]]
+                model = systems.trained_model(profile, name)[0].eval()
+                found[name] = model([query], texts)[0].numpy(force=True)
+    return found
+
+
+def ranked(query: str, texts: Sequence[Passage], scores: Mapping[str, np.ndarray], k: int = 3) -> pd.DataFrame:
+    """The first `k` of the passages for a query by each system's scores, cut short: ✓ where one has the query's entity
+    and aspect, its heading in brackets, the entity in capitals."""
+    (entity, _, aspect), found = query.partition(" ; "), {}
+    for name, of in scores.items():
+        best = [texts[i] for i in np.argsort(-of, kind="stable")[:k]]
         found[name] = [
             f"{'✓ ' * (p.aspect == aspect and entity in p.entities)}[{p.aspect}] {_around(p.text, entity)}"
             for p in best
         ]
-    return pd.DataFrame(found, index=range(1, k + 1))
+    return pd.DataFrame(found, index=range(1, min(k, len(texts)) + 1))
 
 
 def _around(text: str, word: str, width: int = 140) -> str:

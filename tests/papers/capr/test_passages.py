@@ -21,7 +21,7 @@ from drehr_utils.papers.capr.passages import (
     retrieval_task,
     split_sentences,
 )
-from drehr_utils.papers.capr.report import comparisons, mistakes, ranked
+from drehr_utils.papers.capr.report import comparisons, mistakes, near, ranked, scores_of, telling
 from drehr_utils.profiles import load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
@@ -242,10 +242,23 @@ def test_a_ranked_list_marks_the_passages_with_both_labels():
     def passage(i, aspect, text):
         return Passage(i, i, aspect, ("gout",), (text,), 0, 1)
 
-    near = [
+    texts = [
         passage("a", "plan", "toe pain."),
         passage("c", "plan", "rest."),
         passage("b", "family history", "mother: gout."),
     ]
-    best = ranked(load_profile("smoke"), ["BM25"], "gout ; family history", near, k=1)
+    query = "gout ; family history"
+    assert [p.id for p in near(query, texts)] == ["b", "a", "c"] and near(query, texts, 1) == texts[2:]
+    best = ranked(query, texts, scores_of(load_profile("smoke"), ["BM25"], query, texts), k=1)
     assert best["BM25"].tolist() == ["✓ [family history] mother: GOUT."]
+    assert len(ranked("nothing ; of these", near("nothing ; of these", texts), {"X": np.zeros(3)}, k=9)) == 3
+
+
+def test_the_telling_queries_are_the_first_won_and_the_first_lost():
+    queries = {f"q{i}": "x ; a" for i in range(4)}
+    data = MedQuad(queries, dict.fromkeys(queries, "a"), {"p0": "s", "p1": "s"}, {q: {"p0": 1} for q in queries})
+    candidates = np.tile(np.arange(2), (4, 1))
+    hits = {"before": [1, 0, 0, 1], "after": [1, 1, 1, 0]}
+    before, after = (np.array([[h, 1 - h] for h in of], dtype=float) for of in hits.values())
+    assert list(telling(data, candidates, before, after).values()) == [1, 3]
+    assert list(telling(data, candidates, before, before).values()) == [0]
