@@ -22,11 +22,11 @@ FIGURES = ROOT / "figures"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 GREY = "#888888"
 _SBERT = ("RS/NB(32)", "HS/NB(32)", "HS/MB(64)", "HS/MB(128)", "HS/MB(256)", "HS/MB(512)")  # one system's variants
-# A system has one colour in all figures; eight don't go round, so those share one that are in no figure together.
+# A system has one colour in all figures; eight don't go round, so those share one that have little to be compared for.
 SYSTEMS = {
     "MiniLM (start)": PALETTE[0], "MiniLM, names read": PALETTE[5], "BM25": PALETTE[6], "BM25 + KG": PALETTE[4],
     "RRF": PALETTE[3], "DR.EHR": PALETTE[1], "DR.EHR (improved)": PALETTE[2], "DR.EHR w/o stage I": PALETTE[3],
-    "DR.EHR (equations)": PALETTE[4], "DR.EHR (hybrid)": PALETTE[1], "MiniLM (hybrid)": PALETTE[3],
+    "DR.EHR (equations)": PALETTE[4],
     "ICD-10 Syn": PALETTE[1], "ICD-10 Graph": PALETTE[4], "HPO Syn": PALETTE[2], "HPO Graph": PALETTE[7],
     "MeSH Syn": PALETTE[3], "MeSH Graph": PALETTE[5], "Comb": GREY, "Supervised": PALETTE[2],
     "Supervised + Comb": PALETTE[3], "TF-IDF": GREY, "CAPR-Bi": PALETTE[2], "CAPR-Bi-shared": PALETTE[5],

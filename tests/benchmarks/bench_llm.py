@@ -11,7 +11,7 @@ do, with a database on disk. The fake server is a process of its own, one thread
 - every tenth request refused (429, "try again"): all must be answered, and what it costs;
 - killed (SIGKILL) half-way and run again: how many questions the server saw more than once.
 
-`--real`: a folder with a model, served by `transformers serve` (pip install fastapi uvicorn python-multipart rich) on
+`--real`: a folder with a model, served by `transformers serve` (pip install "transformers[serving]") on
 this machine, 40 requests: tokens a second with one and eight in flight.
 `--write`: also figures/benchmarks/llm.json."""
 
