@@ -34,7 +34,7 @@ class Rounded:
     are bf16 too, and those that reach the weights, which stay float32, are summed there.
 
     What autocast does on a GPU. On a CPU that rounds the weights anew for each bucket of texts, and adds bf16 to
-    float32 in each layer: 1.7 times the time of a step of MiniLM."""
+    float32 in each layer: a step of MiniLM takes 1.2 times as long on two threads, 1.5 times on one."""
 
     def __init__(self, encoder: torch.nn.Module):
         self.encoder = encoder

@@ -12,7 +12,7 @@ do, with a database on disk. The fake server is a process of its own, one thread
 - killed (SIGKILL) half-way and run again: how many questions the server saw more than once.
 
 `--real`: a folder with a model, served by `transformers serve` (pip install "transformers[serving]") on
-this machine, 40 requests: tokens a second with one and eight in flight.
+this machine, 16 requests: tokens a second with one and eight in flight.
 `--write`: also figures/benchmarks/llm.json."""
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def real(folder: Path, place: Path) -> dict[str, float]:
             wait_for(url, process)
             ask(url, 2, 1, place / "first", str(folder), max_tokens=8)  # loads the model
             for in_flight in (1, 8):
-                found = ask(url, 40, in_flight, place / f"real{in_flight}", str(folder), max_tokens=60)
+                found = ask(url, 16, in_flight, place / f"real{in_flight}", str(folder), max_tokens=60)
                 result |= {f"llm_real_{in_flight}_{key}": value for key, value in found.items()}
         finally:
             process.terminate()
