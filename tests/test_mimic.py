@@ -91,7 +91,7 @@ def toml(value) -> str:
 
 
 def link(root: Path) -> None:
-    """A project's folder with the notebooks and SHARED alone."""
+    """A project's folder with the notebooks, SHARED and OF_SISTERS alone."""
     for name in ("notebooks", *SHARED, *OF_SISTERS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(ROOT / name)

@@ -37,7 +37,7 @@ import httpx2
 
 from drehr_utils import pipeline
 from drehr_utils.llm.client import answer_all
-from drehr_utils.llm.prompts import ENTITY_TYPES, Request
+from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.profiles import load_profile
 
@@ -47,14 +47,11 @@ IN_FLIGHT, DELAY = (1, 4, 16, 64), 0.5
 
 
 def requests(number: int) -> list[Request]:
-    """The first of the open notes' questions, four a chunk."""
-    found = []
-    for chunk in pipeline.chunks(load_profile("open")):
-        if len(found) >= number:
-            return found[:number]
-        found.append(Request("abbreviation_reduction", chunk.id, chunk.text))
-        found += [Request("entity_generation", chunk.id, chunk.text, kind) for kind in ENTITY_TYPES]
-    raise SystemExit(f"--requests: the open notes have {len(found)}")
+    """The first of the open training notes' questions, four a chunk."""
+    found = [request for task in PROMPTS for request in pipeline.requests(load_profile("open"), task)]
+    if number > len(found):
+        raise SystemExit(f"--requests: the open notes have {len(found)}")
+    return sorted(found, key=lambda request: request.id)[:number]
 
 
 async def serve(sock: socket.socket, delay: float, refuse_every: int) -> None:
