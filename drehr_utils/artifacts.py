@@ -222,7 +222,7 @@ def lock(path: Path, doing: str, wait: bool = True) -> Iterator[None]:
         yield
 
 
-def _once(path: Path, make: Callable[[Path], None]) -> None:
+def made_once(path: Path, make: Callable[[Path], None]) -> None:
     """Makes `path`, file or folder, where it isn't there: `make` fills a partial one, which then takes its name."""
     if path.exists():
         return
@@ -280,7 +280,7 @@ def cached_file(
     without its index)."""
     if save is None or load is None:
         save, load = _formats(path.suffix)
-    _once(path, lambda partial: save(make(), partial))
+    made_once(path, lambda partial: save(make(), partial))
     return load(path)
 
 
@@ -291,7 +291,7 @@ def cached_folder(path: Path, make: Callable[[Path], None]) -> Path:
         partial.mkdir(parents=True)
         make(partial)
 
-    _once(path, fill)
+    made_once(path, fill)
     return path
 
 

@@ -1,6 +1,7 @@
 """The steps that several notebooks share, each made once and read from the cache after.
 
 Any notebook can ask for any step, so that it runs by itself; the notebook that explains a step is named beside it.
+Those of notebooks 01 to 04 are corpus's, and have their names here too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -23,21 +24,26 @@ from transformers import TrainerCallback
 from drehr_utils import artifacts
 from drehr_utils.config import START as START
 from drehr_utils.config import Recipe, StageConfig
-from drehr_utils.data import notes as notes_module
-from drehr_utils.data import overlap
+from drehr_utils.corpus import abbreviations as abbreviations
+from drehr_utils.corpus import answers as answers
+from drehr_utils.corpus import chunks as chunks
+from drehr_utils.corpus import generated_entities as generated_entities
+from drehr_utils.corpus import graph_digest as graph_digest
+from drehr_utils.corpus import knowledge_graph as knowledge_graph
+from drehr_utils.corpus import matcher as matcher
+from drehr_utils.corpus import notes as notes
+from drehr_utils.corpus import requests as requests
+from drehr_utils.corpus import stage1_sets as stage1_sets
+from drehr_utils.corpus import stage2_sets as stage2_sets
+from drehr_utils.corpus import stage_positives
 from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
 from drehr_utils.data.benchmark import benchmark_folder as benchmark_folder
-from drehr_utils.data.notes import Chunk, Note, ReadReport
 from drehr_utils.errors import DataError
-from drehr_utils.knowledge import normalization, vocabularies
-from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
-from drehr_utils.knowledge.matching import EntityMatcher
-from drehr_utils.llm import client, prompts, servers
-from drehr_utils.llm.answers import Answers
-from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.knowledge import normalization
+from drehr_utils.profiles import Profile
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
-from drehr_utils.training.positives import AbbreviationCleaning, PositiveSets
+from drehr_utils.training.positives import PositiveSets
 from drehr_utils.training.sampling import TrainingSet
 
 READING = "MiniLM, names read"  # the graph's opaque names, no training
@@ -65,181 +71,15 @@ def recipe_of(profile: Profile, system: str) -> Recipe:
     }[system]
 
 
-# --- notebook 01 -------------------------------------------------------------------------------------------------
-
-
-KEPT_APART = "benchmark's patient"  # the split of a note that would train, were its patient not in the benchmark
-
-
-@cache
-def notes(profile: Profile) -> tuple[list[Note], ReadReport, dict[str, str]]:
-    """The notes, what reading them skipped, and each note's split; cut to the profile's number of training notes."""
-    read, report = notes_module.read_notes(profile.notes)
-    splits = notes_module.read_splits(profile.notes, read)
-    splits |= {note_id: KEPT_APART for note_id in _of_benchmark(profile, read) if splits[note_id] == "train"}
-    if profile.max_train_notes:
-        train = [note.note_id for note in read if splits[note.note_id] == "train"]
-        left_out = set(train[profile.max_train_notes :])
-        read = [note for note in read if note.note_id not in left_out]
-    if profile.real_notes:
-        real = notes_module.read_real_notes("aci_bench")
-        read, splits = read + real, splits | {note.note_id: "train" for note in real}
-    return read, report, splits
-
-
-def _of_benchmark(profile: Profile, read: list[Note]) -> list[str]:
-    """The notes of patients that the benchmark has; one that notebook 06 makes of these notes has none that train."""
-    if profile.benchmark is None:
-        return []
-    key = artifacts.digest(overlap.of_benchmark, notes_module.note_tables(profile.notes), benchmark_folder(profile))
-    path = profile.cache / f"splits/of_benchmark-{key}.parquet"
-
-    def make() -> pd.DataFrame:
-        found = overlap.of_benchmark(read, benchmark_folder(profile))
-        return pd.DataFrame(found.items(), columns=["note_id", "found by"], dtype=str)
-
-    return artifacts.cached_file(path, make)["note_id"].tolist()
-
-
-def chunks(profile: Profile, split: str = "train", stage: str = "") -> list[Chunk]:
-    """A split's chunks, in the notes' order; with a stage's name, what this stage trains on."""
-    read, _, splits = notes(profile)
-    chosen = [note for note in read if splits[note.note_id] == split]
-    if profile.real_notes and stage == "stage1":  # no language model was asked about them
-        chosen += notes_module.read_real_notes("mts_dialog")
-    return [chunk for note in chosen for chunk in notes_module.chunk_note(note)]
-
-
-# --- notebook 02 -------------------------------------------------------------------------------------------------
-
-
-@cache
-def knowledge_graph(profile: Profile) -> KnowledgeGraph:
-    """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
-    if profile.bios is not None:
-        return load_bios(profile.bios)
-    return vocabularies.open_graph(ROOT / "data/cache/kg", profile.open_kg)
-
-
-@cache
-def graph_digest(profile: Profile) -> str:
-    """Of all that the graph is made of."""
-    source = profile.bios or vocabularies.made_of(profile.open_kg)
-    return artifacts.digest(knowledge_graph, source)
-
-
-@cache
-def matcher(profile: Profile) -> EntityMatcher:
-    return EntityMatcher(knowledge_graph(profile).term2cui)
-
-
-# --- notebooks 03 and 04 -----------------------------------------------------------------------------------------
-
-
-def requests(profile: Profile, task: str) -> list[prompts.Request]:
-    """Every training chunk's request of a task; for `entity_generation` one for each entity type."""
-    kinds = prompts.ENTITY_TYPES if task == "entity_generation" else (None,)
-    return [prompts.Request(task, chunk.id, chunk.text, kind) for chunk in chunks(profile) for kind in kinds]
-
-
-def answers(profile: Profile, task: str, progress: bool = True) -> Answers:
-    """Recorded and stored answers, and a server's for the rest where one is set (see servers); none where all of them
-    may be missing."""
-    asked = requests(profile, task) if profile.unanswered < 1 else []
-    return client.answer_all(
-        asked, recorded=profile.recorded_answers, store=profile.cache / "llm/answers.sqlite",
-        server=servers.server_from_env(), progress=progress,
-    )  # fmt: skip
-
-
-def abbreviations(
-    profile: Profile, given: Answers | None = None
-) -> tuple[dict[str, list[tuple[str, str]]], AbbreviationCleaning]:
-    """Cleaned (abbreviation, full name) pairs by chunk id, and what each cleaning step removed (DR.EHR, Appendix A).
-
-    `given`: the answers, else they are asked for. A chunk whose request failed has no entry."""
-    texts = (given or answers(profile, "abbreviation_reduction")).texts
-    counts, kept = AbbreviationCleaning(), {}
-    for chunk in chunks(profile):
-        if (answer := texts.get(("abbreviation_reduction", None, chunk.id))) is not None:
-            pairs, malformed = prompts.parse_abbreviations(answer)
-            counts.malformed += malformed
-            kept[chunk.id] = positives.clean_abbreviations(pairs, chunk.text, knowledge_graph(profile), counts)
-    return kept, counts
-
-
-def generated_entities(
-    profile: Profile, given: Answers | None = None
-) -> tuple[dict[tuple[str, str], list[str]], pd.DataFrame]:
-    """The LLM's entities by (chunk id, entity type), and parse statistics by type (DR.EHR §3.2).
-
-    `given`: the answers, else they are asked for. A chunk and type whose request failed has no entry: an unanswered
-    prompt is not an empty answer."""
-    texts = (given or answers(profile, "entity_generation")).texts
-    entities, rows = {}, []
-    for kind in prompts.ENTITY_TYPES:
-        parsed = {
-            chunk.id: prompts.parse_entities(texts[key])
-            for chunk in chunks(profile)
-            if (key := ("entity_generation", kind, chunk.id)) in texts
-        }
-        entities |= {(chunk_id, kind): names for chunk_id, (names, _) in parsed.items()}
-        found = [len(names) for names, _ in parsed.values()]
-        rows.append((kind, len(found), sum(found), found.count(0), sum(bad for _, bad in parsed.values())))
-    return entities, pd.DataFrame(
-        rows, columns=["entity type", "answers", "entities", "answers without any", "malformed lines"]
-    )
-
-
-def _positives(profile: Profile, stage: str) -> tuple[str, Callable[[], PositiveSets]]:
-    """The digest of all that a stage's positive sets are made of, and what gives the sets; both of the same answers,
-    for one that the server failed to give may come the next time that it's asked for."""
-    given = answers(profile, {"stage1": "abbreviation_reduction", "stage2": "entity_generation"}[stage], progress=False)
-
-    def make() -> PositiveSets:
-        if stage == "stage1":
-            pairs = abbreviations(profile, given)[0]
-            missing = [chunk.id for chunk in chunks(profile) if chunk.id not in pairs]
-            if len(missing) > profile.unanswered * len(chunks(profile)):
-                raise DataError(
-                    f"stage I: {len(missing)} of {len(chunks(profile))} of the language model's answers are missing, "
-                    f"{missing[0]}'s first; run this again to ask for them, or allow a share of them in the profile's "
-                    "`unanswered`"
-                )
-            return positives.stage1_positives(
-                chunks(profile, stage=stage), knowledge_graph(profile), matcher(profile), pairs, profile.seed
-            )
-        return positives.stage2_positives(chunks(profile), generated_entities(profile, given)[0], profile.unanswered)
-
-    code, graph = (stage1_sets, graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
-    apart = [note_id for note_id, split in notes(profile)[2].items() if split == KEPT_APART]
-    key = artifacts.digest(
-        code, graph, notes_module.note_tables(profile.notes), apart, profile.max_train_notes, profile.seed,
-        given.digest(),
-        profile.unanswered if given.failed else None,
-        [chunk.text for chunk in chunks(profile, stage=stage)] if profile.real_notes else None,
-    )  # fmt: skip
-    path = profile.cache / f"positives/{stage}-{key}.npz"
-    return key, lambda: artifacts.cached_file(path, make, PositiveSets.save, PositiveSets.load)
-
-
-def stage1_sets(profile: Profile) -> PositiveSets:
-    """Stage I's positive sets of the training chunks. Raises DataError as stage2_sets does; a chunk that may lack its
-    answer has no abbreviations' full names."""
-    return _positives(profile, "stage1")[1]()
-
-
-def stage2_sets(profile: Profile) -> PositiveSets:
-    """Stage II's positive sets of the training chunks. Raises DataError when more of the language model's answers are
-    missing than `profile.unanswered` allows; else chunks that lack one have no positives, and aren't trained on."""
-    return _positives(profile, "stage2")[1]()
+REMEMBERED = 100_000  # texts and sets of concepts of which training remembers what the graph says
 
 
 def graph_view(profile: Profile) -> sampling.GraphView:
     """What training asks of the graph."""
     graph, find = knowledge_graph(profile), matcher(profile).find
+    remembered = lru_cache(maxsize=REMEMBERED)
 
-    @cache
+    @remembered
     def concepts_in(text: str) -> frozenset[str]:
         return frozenset(c for match in find(text) if len(ids := graph.term2cui[match.term]) == 1 for c in ids)
 
@@ -247,16 +87,16 @@ def graph_view(profile: Profile) -> sampling.GraphView:
         ids = graph.cuis(term)
         return frozenset(ids) if len(ids) == 1 else frozenset()
 
-    @cache
+    @remembered
     def broader(ids: frozenset[str]) -> frozenset[str]:
         parents = {parent for cui in ids for parent in graph.hypernyms(cui)}
         return frozenset(parents | {above for cui in parents for above in graph.hypernyms(cui)})
 
-    @cache
+    @remembered
     def related(ids: frozenset[str]) -> frozenset[str]:
         return frozenset(other for cui in ids for _, other in graph.related(cui))
 
-    @cache
+    @remembered
     def confusable(ids: frozenset[str]) -> tuple[str, ...]:
         below = {narrow for cui in ids for narrow in graph.hyponyms(cui)}
         siblings = {other for cui in ids for parent in graph.hypernyms(cui) for other in graph.hyponyms(parent)}
@@ -327,6 +167,7 @@ def _train(
         begun = time.time()
         options = {"activation_checkpointing": True} if profile.gradient_checkpointing else {}
         options |= {"deepspeed": str(profile.deepspeed)} if profile.deepspeed else {}
+        options |= {"dataloader_num_workers": profile.loaders} if profile.loaders else {}
         loss = trainer.train_stage(
             encoder, data, config, work, reference=reference, save_steps=profile.save_steps, callbacks=callbacks,
             **options,
@@ -374,7 +215,7 @@ def train_recipe(
     for stage, config in (("stage1", recipe.stage1), ("stage2", recipe.stage2)):
         if config is not None:
             graph = graph_digest(profile) if config.uses_graph else None
-            made_of, sets = _positives(profile, stage)
+            made_of, sets = stage_positives(profile, stage)
             key = artifacts.digest(key, stage, config, made_of, graph)
             start = folder or _untrained(profile, recipe)
             folder = _train(profile, stage, sets, config, start, models / f"{stage}-{key}", callbacks)

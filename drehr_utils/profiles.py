@@ -66,6 +66,8 @@ class Profile:
     lora: bool = False  # train low-rank adapters only (DR.EHR-large)
     instruction: str = ""  # stands before each query, and takes no part in pooling
     processes: int = 1  # that train one model of DR.EHR, each with batches of its own: use.train, under torchrun
+    loaders: int = 0  # processes that draw and tokenise batches beside the training; on a GPU they pay
+    workers: int = 1  # that make the positive sets; several are processes of Ray Data (the extra `scale`)
     gradient_checkpointing: bool = False  # of each layer, for models whose activations don't fit
     deepspeed: Path | None = None  # a configuration for transformers' Trainer
     save_steps: int = 25
@@ -251,6 +253,7 @@ _MIMIC = Profile(
     ),
     improved=Recipe(stage2=replace(_IMPROVED_STAGE2, epochs=1, learning_rate=1e-4), read_names=True),
     save_steps=1000,
+    loaders=4,
     cliniq=CliniqSizes(
         sample=1000,
         dev_sample=100,
@@ -308,6 +311,7 @@ VARIABLES = {
     "DREHR_ENCODER": "encoder",
     "DREHR_POOLING": "pooling",
     "DREHR_LORA": "lora",
+    "DREHR_WORKERS": "workers",
     "DREHR_SNOMED": "kg.snomed",
     "DREHR_UMLS": "kg.umls",
     "DREHR_KG_ENCODER": "kg.encoder",
@@ -332,7 +336,8 @@ def load_profile(name: str | Path | None = None) -> Profile:
     for variable, place in VARIABLES.items():
         if given := os.environ.get(variable):
             *tables, key = place.split(".")
-            change: Any = {key: given == "1" if key == "lora" else given}
+            number = key == "workers" and given.isdecimal()
+            change: Any = {key: given == "1" if key == "lora" else int(given) if number else given}
             for table in tables:
                 change = {table: change}
             profile = _changed(profile, change, f"variable {variable}", Path())

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import nbformat
+import pyarrow.parquet as pq
 from mimic4_miniature import write_miniature
 from nbformat.v4 import new_code_cell, new_notebook
 from test_mimic import PROFILE, SHARED, answer
@@ -53,14 +54,16 @@ _PACKED = re.compile(rb"\x1f\x8b\x08|\x78[\x01\x5e\x9c\xda]")
 
 
 def contents(path: Path) -> Iterator[bytes]:
-    """A file's name, its bytes and what is packed in it: gzip's members, a zip's files (.npz), a PDF's streams, a PNG's
-    text, git's objects. A picture's letters nobody reads here."""
+    """A file's name, its bytes and what is packed in it: gzip's members, a zip's files (.npz), Parquet's columns, PDF's
+    streams, a PNG's text, git's objects. A picture's letters nobody reads here."""
     data = path.read_bytes()
     yield path.name.encode("utf-8", "surrogateescape")
     yield data
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             yield from (archive.read(name) for name in archive.namelist())
+    if data[:4] == data[-4:] == b"PAR1":
+        yield from (repr(column.to_pylist()).encode() for column in pq.read_table(path).columns)
     for start in (match.start() for match in _PACKED.finditer(data)):
         unpack, parts = zlib.decompressobj(31 if data[start] == 0x1F else 15), []
         with contextlib.suppress(zlib.error):

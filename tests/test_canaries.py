@@ -10,6 +10,8 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import planted
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from llm_server import chat_server
 
@@ -62,9 +64,11 @@ def test_the_search_finds_what_is_packed(tmp_path):
     figure.savefig(tmp_path / "d.png", metadata={"Comment": "of 12345678"})
     figure.suptitle("zqcanary")
     plots.save_figure(figure, "e", tmp_path)
+    pq.write_table(pa.table({"text": ["a", "of the zqcanary " * 9, "z"]}), tmp_path / "f.parquet", compression="brotli")
+    assert b"zqcanary" not in (tmp_path / "f.parquet").read_bytes()
     (tmp_path / "zqcanary.txt").touch()
     (tmp_path / "none.gz").write_bytes(gzip.compress(b"nothing"))
-    assert place.holding(tmp_path) == ["a.gz", "b.npz", "c.pdf", "d.png", "e.pdf", "zqcanary.txt"]
+    assert place.holding(tmp_path) == ["a.gz", "b.npz", "c.pdf", "d.png", "e.pdf", "f.parquet", "zqcanary.txt"]
 
 
 def test_leaks_are_found(tmp_path):

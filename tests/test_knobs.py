@@ -28,6 +28,8 @@ NO_KNOBS = {
     "gradient_checkpointing": "memory alone",
     "deepspeed": "of several GPUs",
     "save_steps": "how much an interrupted training loses",
+    "loaders": "draws and tokenises the same batches in other processes",
+    "workers": "makes the same positive sets in several processes",
 }
 
 

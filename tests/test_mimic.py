@@ -9,8 +9,8 @@ import zlib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from llm_server import chat_server
 from mimic4_miniature import write_miniature
@@ -149,11 +149,9 @@ def test_table_4_has_every_row(ran):
 @pytest.mark.slow
 def test_training_saw_no_patient_of_dev_test_or_the_benchmark(ran):
     made, cache, _ = ran
-    patients = set()
-    for path in (cache / "positives").glob("*.npz"):
-        with np.load(path, allow_pickle=False) as sets:
-            patients |= {chunk_id.split("-")[0] for chunk_id in sets["ids"].tolist()}
-    assert patients == made.patients["train"]
+    shards = list((cache / "positives").glob("*/part-*.parquet"))
+    patients = {i.split("-")[0] for path in shards for i in pq.read_table(path)["id"].to_pylist()}
+    assert len(shards) == 2 and patients == made.patients["train"]
 
 
 @pytest.mark.slow

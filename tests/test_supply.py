@@ -14,6 +14,7 @@ import pytest
 import torch
 from llm_server import chat_server
 
+from drehr_utils import artifacts
 from drehr_utils.errors import DataError
 from drehr_utils.llm.client import answer_all
 from drehr_utils.llm.prompts import Request
@@ -22,7 +23,6 @@ from drehr_utils.profiles import ROOT
 from drehr_utils.search.embedding_api import embed
 from drehr_utils.search.retrievers import REGISTRY, find_retriever
 from drehr_utils.training.encoders import load_encoder
-from drehr_utils.training.positives import PositiveSets
 
 MODULES = sorted((ROOT / "drehr_utils").rglob("*.py"))
 # A package's own file, installed from an index like its code.
@@ -69,7 +69,7 @@ class Touch:
 def test_a_poisoned_cache_runs_nothing(tmp_path):
     np.savez(tmp_path / "p.npz", ids=np.array([Touch(tmp_path / "ran")], dtype=object))
     with pytest.raises(ValueError, match="allow_pickle"):
-        PositiveSets.load(tmp_path / "p.npz")
+        artifacts.cached_file(tmp_path / "p.npz", tuple)
     assert not (tmp_path / "ran").exists()
 
 

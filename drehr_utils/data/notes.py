@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +75,13 @@ def read_table(path: Path, columns: Iterable[str]) -> pd.DataFrame:
 
 
 def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
-    """Discharge summaries of a folder in MIMIC-IV's layout (`discharge`) or MIMIC-III's (`NOTEEVENTS`).
+    """All of iter_notes, and what it skipped."""
+    report = ReadReport("")
+    return list(iter_notes(folder, report)), report
+
+
+def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
+    """Discharge summaries of a folder in MIMIC-IV's layout (`discharge`) or MIMIC-III's (`NOTEEVENTS`), one by one.
 
     Skipped, counted and reported: a note without text, bytes that are not UTF-8, a repeated row. Raises DataError for
     a missing table or column, a row without note id or patient, and two different texts under one note id."""
@@ -86,7 +92,7 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
             f"{Path(folder).name}/: neither discharge.csv(.gz) (MIMIC-IV-Note) nor NOTEEVENTS.csv(.gz) (MIMIC-III) is "
             "there; point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
         )
-    where, report, notes, seen = short_name(path), ReadReport(path.name), [], {}
+    where, seen, report.file = short_name(path), {}, path.name
     for row, values in iter_rows(path, NOTE_COLUMNS if mimic4 else MIMIC3_NOTE_COLUMNS):
         if not mimic4:
             if values["category"].strip().lower() != "discharge summary":
@@ -97,10 +103,12 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
             if not values[name].strip() or not is_utf8(values[name]):
                 said = "bytes that are not UTF-8" if values[name].strip() else "empty"
                 raise DataError(f"{where}, row {row}, field {name}: {said}; every note needs one")
+        values["hadm_id"] = values["hadm_id"].encode("utf-8", "replace").decode()  # then it is no admission's
         note = Note(*(values[column] for column in NOTE_COLUMNS))
+        text_digest = hashlib.sha256(note.text.encode("utf-8", "surrogatepass")).digest()
         if note.note_id in seen:
-            first_row, first_text = seen[note.note_id]
-            if note.text != first_text:
+            first_row, first_digest = seen[note.note_id]
+            if text_digest != first_digest:
                 raise DataError(
                     f"{where}, row {row}, field note_id: the same as in row {first_row}, with another text; note ids "
                     "must be unique"
@@ -111,12 +119,11 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
         elif not clean(note.text):
             report.skipped.append((row, "text", "empty"))
         else:
-            seen[note.note_id] = (row, note.text)
-            notes.append(note)
+            seen[note.note_id] = (row, text_digest)
             report.kept += 1
-    if not notes:
+            yield note
+    if not report.kept:
         raise DataError(f"{where}: no note with text in {report.rows} rows")
-    return notes, report
 
 
 def read_any_notes(
@@ -206,7 +213,7 @@ def note_tables(folder: Path) -> list[Path]:
     return [path for path in found if path]
 
 
-def read_splits(folder: Path, notes: list[Note]) -> dict[str, str]:
+def read_splits(folder: Path, notes: Sequence[Note]) -> dict[str, str]:
     """note_id -> train, dev or test, by patient: from `splits.csv(.gz)`, else by a hash of the patient's id (first 8
     hex digits of its SHA-256), which doesn't depend on order or on which notes are present.
 

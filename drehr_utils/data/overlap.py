@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ahocorasick_rs import AhoCorasick
@@ -57,7 +57,7 @@ class SameText:
         return any(n >= SAME_TEXT * self.probes_of[note_id] for note_id, n in hits.items())
 
 
-def of_benchmark(notes: Iterable[Note], folder: Path) -> dict[str, str]:
+def of_benchmark(notes: Sequence[Note], folder: Path) -> dict[str, str]:
     """note_id -> by what its patient was found among those of the benchmark in `folder`: `subject_id`, `hadm_id` or
     `text`, each of a patient's notes alike."""
     known: dict[str, set[str]] = {"subject_id": set(), "hadm_id": set()}
@@ -65,7 +65,7 @@ def of_benchmark(notes: Iterable[Note], folder: Path) -> dict[str, str]:
         for _, _, patient in read_json_lines(path, ("hadm_id",)):
             for field, values in known.items():
                 values.update({str(patient.get(field) or "")} - {""})
-    same, notes = SameText(_texts(folder)), list(notes)
+    same = SameText(_texts(folder))
     how: dict[str, str] = {}
     for note in notes:
         if note.subject_id not in how:

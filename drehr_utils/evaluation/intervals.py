@@ -151,7 +151,7 @@ def gain_rows(
     if "seed" in start and ("seed" not in values or set(values["seed"]) != set(start["seed"])):
         start = start.groupby([c for c in start if c not in ("seed", "value")], as_index=False)["value"].mean()
     paired = values.merge(start, on=[c for c in start if c != "value"], suffixes=("", " of start"))
-    if len(paired) != len(values) or len(paired) != len(start):
+    if len(paired) != len(values) or set(values["search_id"]) != set(start["search_id"]):
         raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
     differences = paired.assign(value=paired["value"] - paired["value of start"])
     return result_rows(name, setting, group, differences, resampling, differences.assign(value=0.0))

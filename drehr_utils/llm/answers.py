@@ -10,7 +10,7 @@ import json
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -112,14 +112,27 @@ class AnswerStore:
         sql = "SELECT 1 FROM answers WHERE (source, model) = (?, ?) LIMIT 1"
         return self.database.execute(sql, _stored(OURS, model)).fetchone() is not None
 
-    def find(self, request: Request, model: str | None = None) -> tuple[str, tuple[int, str] | None]:
+    def last(self) -> int:
+        """The last answer's number, 0 where there is none."""
+        return self.database.execute("SELECT coalesce(max(number), 0) FROM answers").fetchone()[0]
+
+    def texts(self, requests: Iterable[Request], model: str | None, last: int) -> dict[Key, str]:
+        """The answers' texts as Texts has them, of the requests that have one up to number `last`; see find."""
+        numbers = {request.key: found[0] for request in requests if (found := self.find(request, model, last)[1])}
+        return {key: _text(self.database, number) for key, number in numbers.items()}
+
+    def find(
+        self, request: Request, model: str | None = None, last: int | None = None
+    ) -> tuple[str, tuple[int, str] | None]:
         """Where the request's answer is from, with its number and finish reason; or why there's none, and None.
 
-        Either names a counter of Answers. `model`: ours count only if they are this model's."""
+        Either names a counter of Answers. `model`: ours count only if they are this model's. `last`: none counts that
+        came after the answer of this number."""
         rows = self.database.execute(
             "SELECT text_sha256, prompt_sha256, source, model, number, finish_reason FROM answers"
-            " WHERE (task, entity_type, id) = (?, ?, ?) ORDER BY number", _stored(*request.key),
-        )  # fmt: skip
+            " WHERE (task, entity_type, id) = (?, ?, ?) AND number <= ? ORDER BY number",
+            (*_stored(*request.key), 2**63 - 1 if last is None else last),
+        )
         if not (rows := [row for row in rows if row[2] in self.sources]):
             return "never_recorded", None
         wanted = (request.text_sha256, prompt_sha256(request.task))
@@ -133,22 +146,27 @@ class AnswerStore:
         return ("stored", ours[-1][4:]) if ours else ("other_model", None)
 
 
-class Texts(Mapping[Key, str]):
-    """The answers' texts by `Request.key`, in the keys' order, read from the database one by one.
+def _text(database: sqlite3.Connection, number: int) -> str:
+    """Of an answer cut at the token limit without its last line: half a name is a wrong name."""
+    answer, finish_reason = database.execute(
+        "SELECT answer, finish_reason FROM answers WHERE number = ?", (number,)
+    ).fetchone()
+    return answer.rpartition("\n")[0] if finish_reason == "length" else answer
 
-    Of an answer cut at the token limit without its last line: half a name is a wrong name."""
+
+class Texts(Mapping[Key, str]):
+    """The answers' texts by `Request.key`, in the keys' order, read from the database one by one."""
 
     def __init__(self, database: sqlite3.Connection):
         self.database = database
 
     def __getitem__(self, key: Key) -> str:
         row = self.database.execute(
-            "SELECT answer, finish_reason FROM found JOIN answers USING (number)"
-            " WHERE (found.task, found.entity_type, found.id) = (?, ?, ?)", _stored(*key),
-        ).fetchone()  # fmt: skip
+            "SELECT number FROM found WHERE (task, entity_type, id) = (?, ?, ?) AND number IS NOT NULL", _stored(*key)
+        ).fetchone()
         if row is None:
             raise KeyError(key)
-        return row[0].rpartition("\n")[0] if row[1] == "length" else row[0]
+        return _text(self.database, row[0])
 
     def __iter__(self) -> Iterator[Key]:
         found = self.database.execute(

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drehr_utils.config import MINILM
 from drehr_utils.errors import DataError
+from drehr_utils.knowledge import normalization
 
 CHUNK_TOKENS, ENTITY_TOKENS = 512, 16  # DR.EHR §4.2
 
@@ -70,6 +71,7 @@ def load_encoder(
         settings["prompts"] = {"query": instruction}
     safe = {"use_safetensors": True} | settings.pop("model_kwargs", {})  # weights alone: a pickle is a program
     encoder = SentenceTransformer(str(name_or_path), model_kwargs=safe, **settings)
+    normalization.read_by_pass(encoder)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from drehr_utils.data.notes import Chunk
-from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
 
@@ -27,22 +25,28 @@ MAX_SYNONYMS, MAX_HYPERNYMS, MAX_RELATED = 2, 2, 2  # for each positive entity (
 MAX_SYNONYMS_OF_ADDED = 1  # for each hypernym or related entity: up to 10 terms in all
 
 
-@dataclass
+SCHEMA = pa.schema({"id": pa.string(), "terms": pa.list_(pa.string()), "sources": pa.list_(pa.int8())})
+
+
 class PositiveSets:
-    """Every chunk's positive terms with their source, as flat arrays: 4 + 1 bytes a sample, 4 GB for the paper's 802M.
+    """Every chunk's positive terms with their source: an Arrow table of SCHEMA, a row a chunk, in which a source is an
+    index into `sources`. Of a file that is memory-mapped (data.shards) nothing is in memory but what is asked for."""
 
-    Chunk i's samples are positions offsets[i] to offsets[i + 1] of `term` (into `terms`) and `source` (into
-    `sources`)."""
-
-    ids: list[str]
-    terms: list[str]
-    sources: tuple[str, ...]
-    offsets: np.ndarray  # int64 [chunks + 1]
-    term: np.ndarray  # int32 [samples]
-    source: np.ndarray  # int8 [samples]
+    def __init__(self, table: pa.Table, sources: tuple[str, ...]):
+        self.table, self.sources = table, sources
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.table)
+
+    @cached_property
+    def ids(self) -> list[str]:
+        return self.table["id"].to_pylist()
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [chunks + 1]: chunk i's are the samples from offsets[i] to offsets[i + 1] of all."""
+        lengths = pc.list_value_length(self.table["terms"]).to_numpy()
+        return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def of(self, i: int, sources: Sequence[str] | None = None) -> list[str]:
         """Chunk i's distinct positive terms, in their first order; of some sources only, if asked."""
@@ -50,30 +54,30 @@ class PositiveSets:
 
     def samples(self, i: int) -> list[tuple[str, str]]:
         """Chunk i's samples as (source, term)."""
-        part = slice(self.offsets[i], self.offsets[i + 1])
-        return [(self.sources[s], self.terms[t]) for s, t in zip(self.source[part], self.term[part], strict=True)]
+        source, terms = (self.table[name][i].as_py() for name in ("sources", "terms"))
+        return [(self.sources[s], term) for s, term in zip(source, terms, strict=True)]
 
-    def save(self, path: Path) -> None:
-        np.savez_compressed(path, **vars(self))
-
-    @classmethod
-    def load(cls, path: Path) -> PositiveSets:
-        with np.load(path) as z:
-            ids, terms, sources = (z[name].tolist() for name in ("ids", "terms", "sources"))
-            return cls(ids, terms, tuple(sources), z["offsets"], z["term"], z["source"])
+    def counts(self) -> pd.DataFrame:
+        """Samples by chunk and source, and `overall`, the distinct terms: int32 [chunks, sources + 1]."""
+        blocks = []
+        for batch in self.table.to_batches(max_chunksize=100_000):
+            sizes = pc.list_value_length(batch["terms"]).to_numpy()
+            chunk, n = np.repeat(np.arange(len(batch)), sizes), len(batch)
+            source = pc.list_flatten(batch["sources"]).to_numpy()
+            terms = pc.list_flatten(batch["terms"]).dictionary_encode()
+            distinct = np.unique(chunk * (len(terms.dictionary) + 1) + terms.indices.to_numpy())
+            columns = [np.bincount(chunk[source == s], minlength=n) for s in range(len(self.sources))]
+            columns.append(np.bincount(distinct // (len(terms.dictionary) + 1), minlength=n))
+            blocks.append(np.stack(columns, axis=1).astype(np.int32))
+        columns = [*self.sources, "overall"]
+        return pd.DataFrame(np.concatenate(blocks) if blocks else np.zeros((0, len(columns))), columns=columns)
 
     @classmethod
     def build(cls, rows: Iterable[tuple[str, Sequence[tuple[str, str]]]], sources: tuple[str, ...]) -> PositiveSets:
         """From (chunk id, [(source, term), ...]) rows."""
-        ids, at = [], {}
-        offsets, term, source = array("q", [0]), array("i"), array("b")
-        for chunk_id, samples in rows:
-            ids.append(chunk_id)
-            term.extend(at.setdefault(t, len(at)) for _, t in samples)
-            source.extend(sources.index(s) for s, _ in samples)
-            offsets.append(len(term))
-        flat = np.array(offsets, np.int64), np.array(term, np.int32), np.array(source, np.int8)
-        return cls(ids, list(at), sources, *flat)
+        at = {name: s for s, name in enumerate(sources)}
+        made = [(chunk_id, [t for _, t in samples], [at[s] for s, _ in samples]) for chunk_id, samples in rows]
+        return cls(pa.table([list(column) for column in zip(*made, strict=True)] or [[]] * 3, schema=SCHEMA), sources)
 
 
 # --- stage I -----------------------------------------------------------------------------------------------------
@@ -170,9 +174,7 @@ def stage1_positives(
     (Table 1's rows add up to its last). Draws depend on `seed` and the chunk's id alone, not on the other chunks."""
 
     def rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        blocks = (chunks[start : start + 10_000] for start in range(0, len(chunks), 10_000))  # held one at a time
-        found = chain.from_iterable(matcher.find_all([chunk.text for chunk in block]) for block in blocks)
-        for chunk, matches in zip(tqdm(chunks, desc="stage I positives", unit="chunk"), found, strict=True):
+        for chunk, matches in zip(chunks, matcher.find_all([chunk.text for chunk in chunks]), strict=True):
             rng = np.random.default_rng([seed, zlib.crc32(chunk.id.encode())])
             first_source = {match.term: "string match" for match in matches}
             for _, full_name in abbreviations.get(chunk.id, ()):
@@ -189,28 +191,16 @@ def stage1_positives(
 # --- stage II ----------------------------------------------------------------------------------------------------
 
 
-def stage2_positives(
-    chunks: Sequence[Chunk], entities: Mapping[tuple[str, str], Sequence[str]], unanswered: float = 0.0
-) -> PositiveSets:
+def stage2_positives(chunks: Sequence[Chunk], entities: Mapping[tuple[str, str], Sequence[str]]) -> PositiveSets:
     """Stage II's positive sets: the LLM's diseases, clinical procedures and drugs of each chunk (§3.2).
 
-    `entities` maps (chunk id, entity type of the prompt) to the parsed names. A chunk that lacks an answer has no
-    positives. Raises DataError when a larger share of the answers than `unanswered` is missing, or none names any."""
-    wanted = [(chunk.id, kind) for chunk in chunks for kind in SOURCE_OF_ENTITY_TYPE]
-    missing = [key for key in wanted if key not in entities]
-    if len(missing) > unanswered * len(wanted):
-        chunk_id, kind = missing[0]
-        raise DataError(
-            f"stage II: {len(missing)} of {len(wanted)} of the language model's answers are missing, {chunk_id}'s "
-            f"for {kind} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
-        )
-    if chunks and not any(entities.values()):
-        raise DataError("stage II: no entity in any of the language model's answers; notebook 04 shows what they are")
-    lacking = {chunk_id for chunk_id, _ in missing}
+    `entities` maps (chunk id, entity type of the prompt) to the parsed names. A chunk that lacks one of the answers has
+    no positives."""
 
     def samples(chunk_id: str) -> list[tuple[str, str]]:
-        kinds = SOURCE_OF_ENTITY_TYPE.items() if chunk_id not in lacking else ()
-        return [(source, name) for kind, source in kinds for name in entities[chunk_id, kind]]
+        if any((chunk_id, kind) not in entities for kind in SOURCE_OF_ENTITY_TYPE):
+            return []
+        return [(s, name) for kind, s in SOURCE_OF_ENTITY_TYPE.items() for name in entities[chunk_id, kind]]
 
     return PositiveSets.build(((chunk.id, samples(chunk.id)) for chunk in chunks), STAGE2_SOURCES)
 
@@ -219,14 +209,9 @@ def positive_statistics(sets: PositiveSets) -> pd.DataFrame:
     """Tables 1 and 2: samples per chunk by source, and overall (distinct terms), with Avg, Q1, Q3, Max, Sum.
 
     Also `None`, the share of chunks without any, in percent (§4.1: "nearly 28%" for abbreviations)."""
-    n = len(sets)
-    chunk = np.repeat(np.arange(n), np.diff(sets.offsets))
-    counts = {name: np.bincount(chunk[sets.source == s], minlength=n) for s, name in enumerate(sets.sources)}
-    distinct = np.unique(chunk.astype(np.int64) * (len(sets.terms) + 1) + sets.term)
-    counts["overall"] = np.bincount(distinct // (len(sets.terms) + 1), minlength=n)
     rows = [
         (name, c.mean(), np.percentile(c, 25), np.percentile(c, 75), c.max(), c.sum(), 100 * (c == 0).mean())
-        for name, c in counts.items()
+        for name, c in sets.counts().items()
     ]
     return pd.DataFrame(rows, columns=["source", "Avg", "Q1", "Q3", "Max", "Sum", "None"])
 

@@ -34,8 +34,8 @@ class GraphView:
 class TrainingSet:
     """Chunks and, for each, its positive terms. Chunks without any are left out."""
 
-    ids: list[str]
-    texts: list[str]
+    chunks: Sequence[Chunk]
+    kept: np.ndarray  # int64: which of the chunks
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
     graph: GraphView = field(default_factory=lambda: GraphView())
     other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
@@ -52,20 +52,23 @@ class TrainingSet:
         """Pairs chunks with their positive sets, of some sources only if asked (the ablations of §5.3).
 
         Raises DataError when the two don't belong together, or when no chunk has a positive."""
-        if [chunk.id for chunk in chunks] != sets.ids:
+        if len(chunks) != len(sets) or any(c.id != i for c, i in zip(chunks, sets.ids, strict=True)):
             raise DataError("training set: the positive sets belong to other chunks; delete data/cache or run --fresh")
-        wanted = np.isin(sets.source, [sets.sources.index(name) for name in sources or sets.sources])
-        kept = np.unique(np.repeat(np.arange(len(sets)), np.diff(sets.offsets))[wanted])
+        kept = np.flatnonzero(sets.counts()[list(sources or sets.sources)].any(axis=1))
         if not len(kept):
             raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
-
-        return cls(
-            [chunks[i].id for i in kept], [chunks[i].text for i in kept], lambda k: sets.of(kept[k], sources),
-            graph or GraphView(), list(other_texts),
-        )  # fmt: skip
+        positives = lambda k: sets.of(int(kept[k]), sources)  # noqa: E731
+        return cls(chunks, kept, positives, graph or GraphView(), list(other_texts))
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.kept)
+
+    def text(self, k: int) -> str:
+        return self.chunks[int(self.kept[k])].text
+
+    @property
+    def note_ids(self) -> list[str]:
+        return [self.chunks[i].note_id for i in self.kept.tolist()]
 
 
 def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
@@ -76,7 +79,22 @@ def draw_positives(terms: Sequence[str], n: int, rng: np.random.Generator) -> li
     return list(terms) + repeats
 
 
-def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tuple[int, int]]]:
+@dataclass(frozen=True)
+class Batches(Sequence[list]):
+    """`number` batches, each made when it is asked for: those of the paper's scale would take gigabytes."""
+
+    number: int
+    batch: Callable[[int], list]
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, at):
+        chosen = range(self.number)[at]
+        return [self.batch(step) for step in chosen] if isinstance(at, slice) else self.batch(chosen)
+
+
+def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> Batches:
     """Every step's batch as (epoch, chunk index) pairs, fixed by the seed.
 
     Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
@@ -86,30 +104,38 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> list[list[tu
     by_note: dict[str, list[int]] = {}
     for i, note_id in enumerate(note_ids):
         by_note.setdefault(note_id, []).append(i)
-    schedule, epoch = [], 0
-    while len(schedule) < steps:
+    size = min(config.batch_size, len(note_ids))
+    an_epoch = len(note_ids) // size
+    orders = []
+    for epoch in range(-(-steps // an_epoch)):
         rng = np.random.default_rng([config.seed, epoch])
         groups = []
         for members in by_note.values():
             members = rng.permutation(members).tolist()
             groups += [members[i : i + config.chunks_per_note] for i in range(0, len(members), config.chunks_per_note)]
-        order = [i for g in rng.permutation(len(groups)) for i in groups[g]]
-        size = min(config.batch_size, len(order))
-        for start in range(0, len(order) - size + 1, size):
-            schedule.append([(epoch, i) for i in order[start : start + size]])
-        epoch += 1
-    return schedule[:steps]
+        orders.append(np.array([i for g in rng.permutation(len(groups)) for i in groups[g]], np.int32))
+
+    def batch(step: int) -> list[tuple[int, int]]:
+        epoch, at = divmod(step, an_epoch)
+        return [(epoch, i) for i in orders[epoch][at * size : (at + 1) * size].tolist()]
+
+    return Batches(steps, batch)
 
 
-def deal(schedule: Sequence[Sequence], rank: int, world: int, joint: bool = False) -> list[list]:
+def deal(schedule: Sequence[list], rank: int, world: int, joint: bool = False) -> Sequence[list]:
     """The batches of process `rank` among `world`: the schedule's, dealt out in turn, so that every process has as
     many; with `joint`, a round's batches as one, which is every process's. Alone, the schedule as it is.
 
     Raises DataError when there are fewer batches than processes. What is left after the last full round is dropped."""
-    rounds = [schedule[at : at + world] for at in range(0, len(schedule) - world + 1, world)]
-    if not rounds:
+    if len(schedule) < world:
         raise DataError(f"training set: {len(schedule)} batches for {world} processes; start fewer, or cut batch_size")
-    return [[key for batch in batches for key in batch] if joint else batches[rank] for batches in rounds]
+
+    def batch(step: int) -> list:
+        if joint:
+            return [key for part in schedule[step * world : (step + 1) * world] for key in part]
+        return schedule[step * world + rank]
+
+    return Batches(len(schedule) // world, batch)
 
 
 class Row(NamedTuple):
@@ -137,7 +163,7 @@ class PositivePairs(Dataset):
         epoch, i = key
         config, graph = self.config, self.data.graph
         rng = np.random.default_rng([config.seed, 1 + epoch, i])
-        terms, text = self.data.positives(i), self.data.texts[i]
+        terms, text = self.data.positives(i), self.data.text(i)
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
         near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
         near = sorted(set(near) - set(terms))

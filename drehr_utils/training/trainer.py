@@ -119,7 +119,8 @@ class ScheduledTrainer(Trainer):
         self.schedule, self.loss = schedule, loss
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_dataset, batch_sampler=self.schedule, collate_fn=self.data_collator)
+        own = {"num_workers": self.args.dataloader_num_workers, "collate_fn": self.data_collator}
+        return DataLoader(self.train_dataset, batch_sampler=self.schedule, **own)
 
     def _rounds(self, model: torch.nn.Module) -> bool:
         """On a CPU with bf16, where all weights are trained; layers that compute anew in the backward pass would find
@@ -275,8 +276,7 @@ def train_stage(
     `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
     if config.keep and reference is None:
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
-    note_ids = [chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids]
-    schedule = batch_schedule(note_ids, config)
+    schedule = batch_schedule(data.note_ids, config)
     share = ranks() if config.gather_negatives else (0, 1)
     collator = Collator(encoder, data.graph.concepts_of, reference=reference, share=share)
     loss = partial(batch_loss, config=config, reference=reference)

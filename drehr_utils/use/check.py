@@ -30,7 +30,7 @@ from drehr_utils.training import positives
 SAMPLE = 20  # notes that are measured
 NOTES = "PhysioNet, physionet.org/content/mimic-iv-note (credentialed access), or MIMIC-III's NOTEEVENTS"
 TABLES = ("diagnoses_icd", "procedures_icd", "prescriptions", "d_icd_diagnoses", "d_icd_procedures")
-BYTES_A_SAMPLE = 5  # of positive sets, see PositiveSets
+BYTES_A_SAMPLE, COPIES = 28, 1.5  # of positive sets; of texts; each as Parquet and once more to be mapped (data.shards)
 
 
 def missing(profile: Profile) -> Iterator[str]:
@@ -98,6 +98,7 @@ def estimate(profile: Profile) -> pd.Series:
     times, stages = n_notes / len(first), filter(None, (profile.published.stage1, profile.published.stage2))
     answer_tokens = servers.Server.max_tokens
     samples = found * (1 + positives.MAX_SYNONYMS + positives.MAX_HYPERNYMS + positives.MAX_RELATED)
+    text = sum(len(note.text) for note in first) + sum(len(chunk.text) for chunk in chunks)
     n_chunks, calls = round(times * len(chunks)), round(times * len(asked))
     steps = sum(stage.max_steps or round(n_chunks / stage.batch_size * stage.epochs) for stage in stages)
     return pd.Series(
@@ -111,6 +112,7 @@ def estimate(profile: Profile) -> pd.Series:
             "prompt tokens, about": f"{round(times * prompts.estimated_tokens(asked)):,}",
             "answer tokens, at most": f"{calls * answer_tokens:,}",
             "answers on disk, GB at most": f"{4 * calls * answer_tokens / 1e9:.2f}",
+            "notes and chunks on disk, GB about": f"{times * text * COPIES / 1e9:.2f}",
             "positive samples on disk, GB about": f"{times * samples * BYTES_A_SAMPLE / 1e9:.2f}",
             "training steps, published recipe": f"{steps:,}",
         },

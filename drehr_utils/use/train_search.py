@@ -78,7 +78,7 @@ def train_on(
         steps = steps or min(MOST_STEPS, int(found // batch * epochs))
         print(f"{len(sets)} chunks, {found} of them with an entity; {steps} steps of {batch} chunks", flush=True)
         config = replace(profile.improved.stage2, batch_size=batch, epochs=steps, max_steps=steps)
-        reads = _reads_names(before)
+        reads = bool(normalization.names_read(before.encoder.tokenizer))
         recipe = Recipe(stage2=config, read_names=not reads) if asked else Recipe(config, read_names=not reads)
         folder, _ = pipeline.train_recipe(profile, recipe, [_Estimate()])
         artifacts.remove(out / HYBRID)
@@ -104,14 +104,6 @@ def _graph_folder(start: Path, out: Path) -> Path:
     open_kg = PROFILES["open"].open_kg
     place = out / f"graph-{artifacts.digest(vocabularies.build_open_kg, *vocabularies.made_of(open_kg))}"
     return artifacts.cached_folder(place, lambda partial: save_bios(vocabularies.build_open_kg(open_kg), partial))
-
-
-def _reads_names(hybrid: Hybrid) -> bool:
-    """Whether the encoder's tokenizer has the rules for the graph's names already (normalization)."""
-    tokenizer = hybrid.encoder.tokenizer
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    names = normalization.opaque_names(hybrid.graph, tokenizer)
-    return normalizer is not None and any(normalizer.normalize_str(name) == term for name, term in names.items())
 
 
 class _Estimate(TrainerCallback):

@@ -43,12 +43,12 @@ def write_notes(path: Path, number: int, seed: int = 0) -> None:
     vocabulary = np.array([word for text in texts for word in text.split()])
     with gzip.open(path, "wt", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
-        table.writerow(("note_id", "subject_id", "text"))
+        table.writerow(("note_id", "subject_id", "hadm_id", "text"))
         for n in range(number):
             words = np.array(texts[n % len(texts)].split(), dtype=object)
             changed = rng.random(len(words)) < CHANGED
             words[changed] = rng.choice(vocabulary, changed.sum())
-            table.writerow((f"n{n}", f"p{n // NOTES_PER_PATIENT}", " ".join(words)))
+            table.writerow((f"n{n}", f"p{n // NOTES_PER_PATIENT}", "", " ".join(words)))
 
 
 def size_mb(place: Path) -> float:

@@ -180,7 +180,7 @@ def open_batches(number: int, positives: int) -> list[list[Row]]:
     config = StageConfig(positives_per_chunk=positives)
     data = sampling.TrainingSet.build(pipeline.chunks(profile, stage="stage1"), pipeline.stage1_sets(profile))
     pairs = sampling.PositivePairs(data, config)
-    schedule = sampling.batch_schedule([chunk_id.rsplit("_", 1)[0] for chunk_id in data.ids], config)
+    schedule = sampling.batch_schedule(data.note_ids, config)
     return [[pairs[key] for key in batch] for batch in schedule[:number]]
 
 

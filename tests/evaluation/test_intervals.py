@@ -76,6 +76,21 @@ def test_the_profiles_budget_reaches_the_tables():
     assert not np.allclose(widths[50], widths[1000])
 
 
+def test_trainings_of_one_row_gain_on_a_rival_that_was_not_trained():
+    """The mean over the trainings; the pairs are of searches. Either side may have several."""
+    rng = np.random.default_rng(3)
+    one = pd.DataFrame({"search_id": [f"q{i}" for i in range(40)], "query_id": [f"q{i}" for i in range(40)],
+                        "query_type": "drug", "metric": "MRR", "value": rng.normal(50, 5, 40)})  # fmt: skip
+    three = pd.concat([one.assign(seed=seed, value=one["value"] + seed) for seed in (1, 2, 3)])
+    gain = gain_rows("x", "multi", "all", three, one, Resampling(200, 99))
+    loss = gain_rows("x", "multi", "all", one, three, Resampling(200, 99))
+    assert gain["ours"].item() == pytest.approx(2) and loss["ours"].item() == pytest.approx(-2)
+    assert gain["low"].item() < 1.5 < 2.5 < gain["high"].item(), "trainings that differ by a point widen the interval"
+    assert gain_rows("x", "multi", "all", three, three, ONE)["ours"].item() == pytest.approx(0)
+    with pytest.raises(ValueError, match="other searches"):
+        gain_rows("x", "multi", "all", three, one[:-1], ONE)
+
+
 @pytest.fixture(scope="module")
 def dev():
     return load_benchmark(ROOT / "data/open_cliniq", "dev")

@@ -1,7 +1,5 @@
 """Opaque names: which ones count, that rules don't rewrite each other, and that a saved model carries them."""
 
-import re
-
 import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
@@ -52,18 +50,26 @@ def test_no_rule_rewrites_what_another_wrote():
 
 
 @pytest.mark.slow
-def test_in_the_open_graph_the_rules_in_turn_are_one_pass():
+def test_one_pass_gives_the_tokens_of_the_rules_in_turn():
     profile = load_profile("open")
-    encoder = pipeline.starting_encoder(profile)
-    names = normalization.opaque_names(pipeline.knowledge_graph(profile), encoder.tokenizer)
-    assert names["keppra"] == "levetiracetam" and names["ckd"] == "chronic kidney disease" and len(names) > 3000
-    plain = encoder.tokenizer.backend_tokenizer.normalizer
-    normalization.read_names(encoder, names)
-    pattern = re.compile(r"[\w-]+")
-    for chunk in pipeline.chunks(profile)[:100]:
-        text = plain.normalize_str(chunk.text)
-        once = pattern.sub(lambda m: names.get(m.group(), m.group()), text)
-        assert encoder.tokenizer.backend_tokenizer.normalizer.normalize_str(chunk.text) == once
+    encoder = pipeline.reading_names(profile)
+    reader, plain = encoder.tokenizer, pipeline.starting_encoder(profile).tokenizer
+    assert reader.names["keppra"] == "levetiracetam" and len(reader.names) > 3000
+    texts = [chunk.text for chunk in pipeline.chunks(profile)[::20]] + list(reader.names)[::20]
+    texts += ["", "HTN; Keppra/ASA-500 pre-htn htn_2 (htn)", "naïve HTN é htn\u0301 \u4e2dhtn\u4e2d \x00htn"]
+    by_rules = reader.with_rules()
+    assert reader(texts)["input_ids"] == by_rules(texts)["input_ids"] != plain(texts)["input_ids"]
+    assert [reader.tokenize(text) for text in texts[-3:]] == [by_rules.tokenize(text) for text in texts[-3:]]
+
+
+def test_a_tokenizer_that_keeps_case_reads_names_in_any():
+    encoder = encoders.load_encoder(config.MINILM)
+    encoder.tokenizer.backend_tokenizer.normalizer = None
+    normalization.read_names(encoder, {"htn": "fever", "a-b": "pain (cold)"})
+    reader, texts = encoder.tokenizer, ["HTN and A-B, pre-htn", "x"]
+    assert reader.tokenize(texts[0])[:8] == ["fever", "and", "pain", "(", "cold", ")", ",", "pre"]
+    assert reader(texts)["input_ids"] == reader.with_rules()(texts)["input_ids"]
+    assert reader(texts[0], "HTN")["input_ids"] == reader.with_rules()(texts[0], "HTN")["input_ids"]
 
 
 def test_a_saved_model_reads_the_names_without_this_package(tmp_path):
@@ -79,4 +85,5 @@ def test_a_saved_model_reads_the_names_without_this_package(tmp_path):
     assert loaded.tokenizer.tokenize("pre-htn") == encoders.load_encoder(config.MINILM).tokenizer.tokenize("pre-htn")
     assert np.allclose(plain, before[0], atol=1e-5)
     again = encoders.load_encoder(tmp_path / "model")  # this package's own way
+    assert again.tokenizer.names == {"keppra": "levetiracetam", "htn": "hypertension"}
     assert np.allclose(encoders.encode(again, ["HTN"]), encoders.encode(again, ["hypertension"]), atol=1e-6)

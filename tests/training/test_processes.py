@@ -125,9 +125,10 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 def test_batches_are_dealt_out_in_turn():
     schedule = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    assert sampling.deal(schedule, 0, 1) == schedule
-    assert sampling.deal(schedule, 0, 2) == [[0, 1], [4, 5]] and sampling.deal(schedule, 1, 2) == [[2, 3], [6, 7]]
-    assert sampling.deal(schedule, 1, 2, joint=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    dealt = lambda *how, **options: list(sampling.deal(schedule, *how, **options))  # noqa: E731
+    assert dealt(0, 1) == schedule
+    assert dealt(0, 2) == [[0, 1], [4, 5]] and dealt(1, 2) == [[2, 3], [6, 7]]
+    assert dealt(1, 2, joint=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(DataError, match="5 batches for 8 processes"):
         sampling.deal(schedule, 0, 8)
 

@@ -21,9 +21,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 from sentence_transformers import SentenceTransformer
 from transformers import TrainerCallback
 
@@ -39,6 +41,7 @@ from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.search import retrievers
 from drehr_utils.training import encoders, trainer
+from drehr_utils.training.positives import PositiveSets
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
 REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
@@ -143,7 +146,17 @@ def data_digest(profile: Profile, recipe: Recipe) -> str:
     sets = [pipeline.stage1_sets(profile)] if recipe.stage1 else []
     sets += [pipeline.stage2_sets(profile)] if recipe.stage2 else []
     texts = [chunk.text for chunk in pipeline.chunks(profile, stage="stage1" if recipe.stage1 else "")]
-    return artifacts.digest(texts, [vars(part) for part in sets], pipeline.start_digest(profile))
+    return artifacts.digest(texts, [_content(part) for part in sets], pipeline.start_digest(profile))
+
+
+def _content(sets: PositiveSets) -> dict[str, Any]:
+    """A digest's, in the form that records have had from the first: terms numbered as they come up, flat arrays."""
+    source, term = (pc.list_flatten(sets.table[name]).combine_chunks() for name in ("sources", "terms"))
+    numbered = term.dictionary_encode()
+    return {
+        "ids": sets.ids, "terms": numbered.dictionary.to_pylist(), "sources": sets.sources, "offsets": sets.offsets,
+        "term": numbered.indices.to_numpy(), "source": source.to_numpy(),
+    }  # fmt: skip
 
 
 def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str, pd.DataFrame]) -> None:
