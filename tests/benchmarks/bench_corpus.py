@@ -67,7 +67,7 @@ def write_answers(source: Path, path: Path) -> None:
     from drehr_utils.profiles import PROFILES
 
     known: dict[tuple[str, str | None], list[str]] = {}
-    for task in prompts.PROMPTS:
+    for task in corpus.TASKS.values():
         for (_, kind, _), text in corpus.answers(PROFILES["open"], task, progress=False).texts.items():
             known.setdefault((task, kind), []).append(text)
     rng = np.random.default_rng(0)

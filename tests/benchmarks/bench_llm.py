@@ -35,9 +35,9 @@ from pathlib import Path
 
 import httpx2
 
-from drehr_utils import pipeline
+from drehr_utils import corpus
 from drehr_utils.llm.client import answer_all
-from drehr_utils.llm.prompts import PROMPTS, Request
+from drehr_utils.llm.prompts import Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.profiles import load_profile
 
@@ -48,7 +48,7 @@ IN_FLIGHT, DELAY = (1, 4, 16, 64), 0.5
 
 def requests(number: int) -> list[Request]:
     """The first of the open training notes' questions, four a chunk."""
-    found = [request for task in PROMPTS for request in pipeline.requests(load_profile("open"), task)]
+    found = [request for task in corpus.TASKS.values() for request in corpus.requests(load_profile("open"), task)]
     if number > len(found):
         raise SystemExit(f"--requests: the open notes have {len(found)}")
     return sorted(found, key=lambda request: request.id)[:number]

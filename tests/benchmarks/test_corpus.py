@@ -22,7 +22,7 @@ def test_its_process_counts_what_the_functions_make(tmp_path):
     splits = read_splits(tmp_path, notes)
     chunks = [chunk for note in notes if splits[note.note_id] == "train" for chunk in chunk_note(note)]
     given = answer_all(
-        [request for task in prompts.PROMPTS for request in corpus.Requests(chunks, task)], recorded=[answers]
+        [request for task in corpus.TASKS.values() for request in corpus.Requests(chunks, task)], recorded=[answers]
     ).texts
     graph, counts = corpus.knowledge_graph(PROFILES["open"]), positives.AbbreviationCleaning()
     pairs = corpus._cleaned(chunks, graph, given, counts)
