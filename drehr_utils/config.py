@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 START = "MiniLM (start)"  # the starting encoder's row in every table
@@ -55,6 +56,10 @@ class Recipe:
     stage1: StageConfig | None = None
     stage2: StageConfig | None = None
     read_names: bool = False  # the tokenizer reads the graph's opaque names as what they stand for (normalization)
+
+    def each(self, change: Callable[[StageConfig], StageConfig]) -> Recipe:
+        """The recipe with each stage that it has changed."""
+        return replace(self, stage1=self.stage1 and change(self.stage1), stage2=self.stage2 and change(self.stage2))
 
 
 @dataclass(frozen=True)

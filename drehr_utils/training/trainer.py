@@ -123,12 +123,9 @@ class ScheduledTrainer(Trainer):
         return DataLoader(self.train_dataset, batch_sampler=self.schedule, **own)
 
     def _rounds(self, model: torch.nn.Module) -> bool:
-        """On a CPU with bf16, where all weights are trained; layers that compute anew in the backward pass would find
-        the float32 ones."""
-        own, args = self.accelerator.unwrap_model(model), self.args
-        if not (args.bf16 and args.use_cpu and isinstance(own, SentenceTransformer)) or args.activation_checkpointing:
-            return False
-        return all(weight.requires_grad for weight in own.parameters())
+        """On a CPU with bf16; but layers that compute anew in the backward pass would find the float32 weights."""
+        encoder = isinstance(self.accelerator.unwrap_model(model), SentenceTransformer)
+        return encoder and self.args.bf16 and self.args.use_cpu and not self.args.activation_checkpointing
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         loss = self.loss(Rounded(model) if self._rounds(model) else model, inputs)

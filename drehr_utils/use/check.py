@@ -16,7 +16,6 @@ import pandas as pd
 from huggingface_hub import try_to_load_from_cache
 
 from drehr_utils import pipeline
-from drehr_utils.config import MINILM
 from drehr_utils.data.benchmark import benchmark_folder
 from drehr_utils.data.notes import Note, chunk_note, find_table, iter_rows
 from drehr_utils.errors import DataError
@@ -25,7 +24,7 @@ from drehr_utils.llm import prompts, servers
 from drehr_utils.papers.cliniq.curation import CATEGORY_TABLE
 from drehr_utils.profiles import Profile
 from drehr_utils.search import embedding_api, retrievers
-from drehr_utils.training import positives
+from drehr_utils.training import positives, weights
 
 SAMPLE = 20  # notes that are measured
 NOTES = "PhysioNet, physionet.org/content/mimic-iv-note (credentialed access), or MIMIC-III's NOTEEVENTS"
@@ -66,8 +65,10 @@ def missing(profile: Profile) -> Iterator[str]:
     models = [profile.encoder, profile.kg.encoder, *(model for _, model in profile.kg.baselines)]
     models += [part for spec in specs if not spec.api for part in (spec.model, spec.query_model)]
     models += [system.encoder for system in profile.capr.systems]
-    for name in dict.fromkeys(str(model) for model in models if model and str(model) != MINILM):
-        if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    for name in dict.fromkeys(str(model) for model in models if model):
+        if weights.version(name):
+            yield from filter(None, [weights.missing(name)])
+        elif not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             how = "the profile is offline: fetch it first" if profile.offline else "it is fetched on first use"
             yield f"model: {name} is not on this machine; huggingface.co/{name} ({how})"
 

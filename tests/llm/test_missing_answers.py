@@ -10,8 +10,9 @@ import pytest
 from llm_server import chat_server
 from mimic3_miniature import write_mimic3
 
-from drehr_utils import pipeline, profiles
+from drehr_utils import corpus, pipeline, profiles
 from drehr_utils.errors import DataError
+from drehr_utils.llm.answers import AnswerStore
 from drehr_utils.profiles import load_profile
 
 ABBREVIATIONS = "###htn\n**hypertension"
@@ -102,6 +103,27 @@ def test_a_key_and_its_sets_are_of_the_same_answers(profile, serving):
     wanted = len(pipeline.requests(profile, "entity_generation"))
     assert entities(lenient)[lost] == set() and len(server.bodies) == wanted
     assert entities(lenient)[lost] == everything(lost, profile) and len(server.bodies) == wanted + 1
+
+
+def test_that_none_is_missing_is_remembered_until_an_answer_is_added(profile, serving, monkeypatch):
+    def looked_up(*_, **__):
+        raise InterruptedError
+
+    serving(fails_for("well. asthma", 500))
+    incomplete = pipeline.stage_positives(replace(profile, unanswered=0.5), "stage2")[0]
+    serving(good)
+    key = pipeline.stage_positives(profile, "stage2")[0]
+    assert key != incomplete
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "answers", looked_up)
+        assert pipeline.stage_positives(profile, "stage2")[0] == key
+        with pytest.raises(InterruptedError):
+            pipeline.stage_positives(profile, "stage1")
+        request = pipeline.requests(profile, "entity_generation")[0]
+        AnswerStore(profile.cache / "llm/answers.sqlite").append(request, {"answer": "- another's", "model": "n"})
+        with pytest.raises(InterruptedError):
+            pipeline.stage_positives(profile, "stage2")
+    assert pipeline.stage_positives(profile, "stage2")[0] == key, "another model's answer is not this one's"
 
 
 @pytest.mark.slow

@@ -71,9 +71,15 @@ def test_buckets_change_no_embedding():
     assert np.allclose(bucketed, encoder.encode(texts, normalize_embeddings=True), atol=1e-5)
 
 
-def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path, adapters):
     """The trained weights stay float32: of a copy that is bf16 altogether they have the loss and the gradient."""
     encoder = pipeline.starting_encoder(load_profile("smoke"))
+    if adapters:
+        encoders.add_lora(encoder)
+        for name, module in encoder.named_modules():
+            if name.endswith("lora_dropout.default"):
+                module.p = 0.0  # two draws would differ
     copy = deepcopy(encoder).bfloat16().train()
     collator, found = sampling.Collator(encoder), {}
     rows = [sampling.Row("chf on lasix", ["furosemide", "heart failure"], ["furosemide", "heart failure"]),

@@ -103,14 +103,13 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
 
 
 def per_search(values: Mapping[str, pd.DataFrame], of: str | tuple[str, str], setting: str, group: str) -> pd.DataFrame:
-    """A system's values of a setting and group; of a pair of systems, what the first has over the second, by search."""
-    system, *over = (of,) if isinstance(of, str) else of
-    frame = of_group(values[system], setting, group)
-    keys = [key for key in frame if key != "value"]
-    for other in over:
-        gain = frame.set_index(keys)["value"] - of_group(values[other], setting, group).set_index(keys)["value"]
-        frame = gain.rename("value").reset_index()
-    return frame
+    """A system's values of a setting and group, by search; of a pair of systems, what the first has over the second."""
+    found = []
+    for system in (of,) if isinstance(of, str) else of:
+        frame = of_group(values[system], setting, group)
+        keys = [key for key in frame if key not in ("value", "seed")]
+        found.append(frame.groupby(keys, sort=False, dropna=False)["value"].mean())  # over trainings, where several
+    return (found[0] if len(found) == 1 else found[0] - found[1]).rename("value").reset_index()
 
 
 def compare(

@@ -27,14 +27,12 @@ def shortened(profile: Profile, recipe: Recipe) -> Recipe:
     """The recipe with `profile.ablation_share` of its steps, and nothing else changed: the budget of every row."""
     n = len(pipeline.chunks(profile))
 
-    def cut(config: StageConfig | None) -> StageConfig | None:
-        if config is None or profile.ablation_share == 1:
-            return config
+    def cut(config: StageConfig) -> StageConfig:
         steps = max(1, n // config.batch_size) * config.epochs
         steps = min(steps, config.max_steps) if config.max_steps else steps
         return replace(config, max_steps=max(1, round(profile.ablation_share * steps)))
 
-    return replace(recipe, stage1=cut(recipe.stage1), stage2=cut(recipe.stage2))
+    return recipe if profile.ablation_share == 1 else recipe.each(cut)
 
 
 def stage1_ablation(profile: Profile) -> dict[str, Recipe]:
@@ -78,8 +76,7 @@ def collapsed_loss(config: StageConfig) -> float:
 
 def with_seed(recipe: Recipe, seed: int) -> Recipe:
     """The recipe with another seed for its batches and draws."""
-    first, second = (c if c is None else replace(c, seed=seed) for c in (recipe.stage1, recipe.stage2))
-    return replace(recipe, stage1=first, stage2=second)
+    return recipe.each(lambda stage: replace(stage, seed=seed))
 
 
 # --- scores ------------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,72 +31,21 @@ from sentence_transformers import SentenceTransformer
 from transformers import TrainerCallback
 
 from drehr_utils import artifacts, files, pipeline
-from drehr_utils.config import Recipe, StageConfig
-from drehr_utils.data import public_data
+from drehr_utils.config import Recipe
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import claims, medquad, metrics
 from drehr_utils.evaluation.records import REMAKE
-from drehr_utils.papers.drehr import ablations, recipe_search, rivals
-from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
+from drehr_utils.papers.drehr import ablations, recipe_search, rivals, systems
 from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.search import retrievers
 from drehr_utils.training import encoders, trainer
 from drehr_utils.training.positives import PositiveSets
 
-EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
-REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
 UNTRAINED = "untrained"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
 SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
 KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores.csv.gz
-
-
-def by_equations(recipe: Recipe) -> Recipe:
-    """The recipe with the loss of equations 1-3 instead of the authors' code's."""
-
-    def stage(config: StageConfig | None) -> StageConfig | None:
-        return config and replace(config, per_anchor=True)
-
-    return replace(recipe, stage1=stage(recipe.stage1), stage2=stage(recipe.stage2))
-
-
-def table4(profile: Profile) -> dict[str, Recipe]:
-    return {
-        PUBLISHED: profile.published,
-        WITHOUT_STAGE1: profile.without_stage1(),
-        SHORTER: replace(profile.published, stage1=None),
-        EQUATIONS: by_equations(profile.published),
-        IMPROVED: profile.improved,
-        rivals.HYBRID: profile.improved,  # the same encoder, joined with strings and the graph
-        REAL[PUBLISHED]: _as_long(profile, profile.published),
-        REAL[IMPROVED]: _as_long(profile, profile.improved),
-    }
-
-
-def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
-    """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
-
-    def stage(config: StageConfig | None) -> StageConfig | None:
-        steps = config and round(len(pipeline.chunks(profile)) // config.batch_size * config.epochs)
-        return config and replace(config, max_steps=config.max_steps or steps)
-
-    return replace(recipe, stage1=stage(recipe.stage1), stage2=stage(recipe.stage2))
-
-
-def with_texts_of(profile: Profile, row: str) -> Profile:
-    """The profile, with real notes and their recorded answers where the row trains on them."""
-    if row not in REAL.values():
-        return profile
-    answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
-    return replace(profile, real_notes=True, recorded_answers=answers)
-
-
-def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, the ablations of Tables 5 and 6 at their share of the steps, and the candidates of
-    the search, which are scored on dev alone."""
-    tables = table4(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    return tables | recipe_search.candidates(profile)
 
 
 def folder(profile: Profile) -> Path:
@@ -135,8 +85,8 @@ def train(profile: Profile, row: str, seed: int = 0) -> tuple[Path, dict[str, pd
     """The row's model folder, trained where it isn't there, and its curves, as pipeline.train_recipe;
     `data/cache/<profile>/models/<slug>` is a link to it."""
     curve = trainer.Curve(CURVE_STEPS, lambda encoder: dev_means(profile, encoder))
-    recipe = ablations.with_seed(rows(profile)[row], seed)
-    model, curves = pipeline.train_recipe(with_texts_of(profile, row), recipe, [curve])
+    recipe = ablations.with_seed(systems.rows(profile)[row], seed)
+    model, curves = pipeline.train_recipe(systems.profile_of(profile, row), recipe, [curve])
     pipeline.link(profile.cache / "models" / slug(row, seed), model)
     return model, curves
 
@@ -161,18 +111,19 @@ def _content(sets: PositiveSets) -> dict[str, Any]:
 
 def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str, pd.DataFrame]) -> None:
     """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
-    recipe, name = ablations.with_seed(rows(profile)[row], seed), slug(row, seed)
+    recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.candidates(profile)
-    guarded = candidate or row in table4(profile) and row != rivals.HYBRID
+    guarded = candidate or row in systems.table4(profile) and row != rivals.HYBRID
     for split in SPLITS[: 1 if candidate else 2]:
         bench = pipeline.benchmark(profile, split)
         scores = (rivals.hybrid_scores if row == rivals.HYBRID else pipeline.model_scores)(profile, model, bench)
         found[split] = metrics.per_search(bench, scores)
-        if seed == 0 and row in table4(profile):
+        if seed == 0 and row in systems.table4(profile) | systems.sizes(profile):
             write_runs(profile, row, bench, scores, split)
     add_scores(profile, name, found)
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
     made = [json.loads((stage / "stage.json").read_text()) for stage in _stages(model)]
+    machine = made[0]["machine"] if made else f"{platform.machine()}, {encoders.describe_device()}"
     about = {
         "row": row,
         "seed": seed,
@@ -180,12 +131,12 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "chunks": pipeline.budget(recipe, curves),
         "minutes": round(sum(stage["minutes"] for stage in made), 1),
         "date": datetime.date.today().isoformat(),
-        "machine": made[0]["machine"],
+        "machine": machine,
         "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
         "recipe": artifacts.digest(recipe),
-        "data": data_digest(with_texts_of(profile, row), recipe),
+        "data": data_digest(systems.profile_of(profile, row), recipe),
         "settings": {stage: asdict(config) for stage, config in stages.items()},
-        "first losses": next(iter(curves.values()))["loss"].head(5).round(5).tolist(),
+        "first losses": _first_five(curves),
         "dev": {stage: _measured(curves[stage]) for stage in stages},
         "guard": transfer_scores(encoders.load_encoder(model)) if guarded else {},
     }
@@ -193,8 +144,8 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
 
 
-def _have_real_notes() -> bool:
-    return all([public_data.locate(name) for name in ("aci_bench", "mts_dialog")])
+def _first_five(curves: dict[str, pd.DataFrame]) -> list[float]:
+    return next(iter(curves.values()))["loss"].head(5).round(5).tolist() if curves else []
 
 
 def _measured(curve: pd.DataFrame) -> dict[str, list[float]]:
@@ -211,9 +162,9 @@ def _stages(model: Path) -> Iterator[Path]:
 
 def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> None:
     """Puts a training's per-search scores, by split, into its column of scores.csv.gz."""
+    path = folder(profile) / "scores.csv.gz"
     long = pd.concat(found, names=["split", None]).reset_index("split")
     column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
-    path = folder(profile) / "scores.csv.gz"
     table = _scores(path).drop(columns=name, errors="ignore") if path.exists() else None
     files.write_atomically(path, pd.concat([table, column], axis=1).to_csv().encode())
 
@@ -256,8 +207,7 @@ def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
 
     stop = Stop()
     try:
-        curves = pipeline.train_recipe(profile, recipe, [stop])[1]
-        return next(iter(curves.values()))["loss"].head(5).tolist()
+        return _first_five(pipeline.train_recipe(profile, recipe, [stop])[1])
     except Enough:
         return stop.losses
 
@@ -319,7 +269,7 @@ def compared(
     values = {row: metrics.per_search(bench, of_row) for row, of_row in scores.items()}
     blocks, own = dict.fromkeys(values, "untrained"), [trained] if profile.short else recipes
     for block, known, mine in (
-        ("the systems", table4(profile), pipeline.systems(profile)),
+        ("the systems", systems.table4(profile), pipeline.systems(profile)),
         ("the ablation", recipes, own),
     ):
         found = recorded(profile, known) if profile.short else {}
@@ -352,15 +302,15 @@ def places(profile: Profile, row: str, bench: Benchmark, split: str = "test") ->
 
 
 def budgets(profile: Profile) -> dict[str, int]:
-    """Row -> how many chunks each of its trainings was shown, repeats counted."""
-    return {about["row"]: about["chunks"] for about in abouts(profile)}
+    """Trained row -> how many chunks each of its trainings was shown, repeats counted."""
+    return {about["row"]: about["chunks"] for about in abouts(profile) if about["chunks"]}
 
 
 def stale(profile: Profile) -> list[str]:
     """What is no longer so in each record that isn't as the code, the recipes and the data are now."""
-    known, found = rows(profile), []
+    known, found = systems.rows(profile), []
     for about in abouts(profile):
-        of_row = with_texts_of(profile, about["row"])
+        of_row = systems.profile_of(profile, about["row"])
         name = slug(about["row"], about["seed"])
         if about["row"] not in known:
             found.append(f"{name}: there is no such row now")
@@ -370,6 +320,8 @@ def stale(profile: Profile) -> list[str]:
             found.append(f"{name}: another recipe")
         elif data_digest(of_row, recipe) != about["data"]:
             found.append(f"{name}: other notes, positives or starting weights")
+        elif missing := systems.lacking(profile, about["row"]):
+            found.append(f"{name}: not compared, {missing}")
         elif not np.allclose(losses := first_losses(of_row, recipe), about["first losses"], rtol=0.01):
             found.append(f"{name}: the first losses are {losses}, the record's {about['first losses']}")
     return found
@@ -387,14 +339,14 @@ def main(arguments: list[str] | None = None) -> None:
         profile = load_profile(options.profile)
     except DataError as error:
         parser.error(str(error))
-    known = rows(profile)
+    known = systems.rows(profile)
     if unknown := set(options.only or ()) - {UNTRAINED, *known}:
         parser.error(f"no row {min(unknown)!r}; there are {UNTRAINED}, {', '.join(known)}")
     if options.check:
         out_of_date = stale(profile)
         print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
         raise SystemExit(int(bool(out_of_date)))
-    chosen = options.only or [UNTRAINED, *(row for row in known if row not in REAL.values() or _have_real_notes())]
+    chosen = options.only or [UNTRAINED, *(row for row in known if not systems.lacking(profile, row))]
     for row in chosen:
         if row == UNTRAINED:
             write_untrained(profile)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import ir_measures
 import numpy as np
@@ -13,7 +14,7 @@ from drehr_utils import pipeline
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import single_patient_tasks
 from drehr_utils.evaluation import claims, metrics, tables
-from drehr_utils.papers.drehr import runs
+from drehr_utils.papers.drehr import runs, systems
 from drehr_utils.profiles import ROOT, load_profile
 
 MEASURES = {
@@ -109,7 +110,8 @@ def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, capsys, mon
 def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4():
     """Every step by another reader: run file -> ir-measures -> scores.csv.gz -> figures/tables/drehr_table4.csv."""
     profile, table4 = load_profile("open"), tables.read_table("drehr_table4").set_index(["system", "setting", "metric"])
-    recorded = [about for about in runs.abouts(profile) if about["row"] in runs.table4(profile) and about["seed"] == 0]
+    shown = systems.table4(profile) | systems.sizes(profile)
+    recorded = [about for about in runs.abouts(profile) if about["row"] in shown and about["seed"] == 0]
     assert recorded
     scores = pd.read_csv(runs.folder(profile) / "scores.csv.gz")
     for about in recorded:
@@ -129,7 +131,7 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
         for (setting, metric), values in test.groupby(["setting", "metric"]):
             cell = table4.loc[(about["row"], setting, metric)]
             assert cell["ours"] == pytest.approx(values[seeds].mean(axis=1).mean(), abs=0.05)
-            assert cell["budget"] == about["chunks"]
+            assert cell["budget"] == about["chunks"] or not about["chunks"] and np.isnan(cell["budget"])
     row_of = {runs.slug(row): row for row in table4.index.unique("system")}
     for path in runs.folder(profile).glob("*.test.*.run.gz"):
         system, _, setting = path.name.removesuffix(".run.gz").split(".")
@@ -144,12 +146,12 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
 
 def test_the_committed_records_are_of_todays_recipes_and_data():
     profile = load_profile("full")
-    known = runs.rows(profile)
+    known = systems.rows(profile)
     for about in runs.abouts(profile):
         recipe = runs.ablations.with_seed(known[about["row"]], about["seed"])
         assert runs.artifacts.digest(recipe) == about["recipe"], about["row"]
-        if about["row"] not in runs.REAL.values() or public_data.locate("aci_bench"):
-            assert runs.data_digest(runs.with_texts_of(profile, about["row"]), recipe) == about["data"], about["row"]
+        if about["row"] not in systems.REAL.values() or public_data.locate("aci_bench"):
+            assert runs.data_digest(systems.profile_of(profile, about["row"]), recipe) == about["data"], about["row"]
     size = sum(path.stat().st_size for path in runs.folder(profile).glob("*"))
     assert size < 30e6
 
@@ -158,13 +160,30 @@ def test_real_notes_are_cut_as_their_recorded_answers_are_and_leave_out_the_over
     for name in ("aci_bench", "mts_dialog"):
         if public_data.locate(name) is None:
             pytest.skip(f"{name} isn't at hand (DREHR_PUBLIC_DATA)")
-    profile = runs.with_texts_of(load_profile("open"), runs.REAL["DR.EHR"])
+    profile = systems.profile_of(load_profile("open"), systems.REAL["DR.EHR"])
     own, real = pipeline.chunks(load_profile("open")), pipeline.chunks(profile)
-    assert real[: len(own)] == own and len(real) - len(own) == 1060
+    assert real[: len(own)] == list(own) and len(real) - len(own) == 1060
     assert pipeline.answers(profile, "entity_generation", progress=False).recorded == 3 * len(real)
     overlap = {line.split("\t")[1] for line in (ROOT / "data/mts_dialog_overlap.txt").read_text().splitlines()[1:]}
     more = pipeline.chunks(profile, stage="stage1")[len(real) :]
     assert len(overlap) == 59 and not overlap & {chunk.note_id for chunk in more}
     assert len({chunk.note_id for chunk in more}) > 1600
-    rows = runs.rows(load_profile("full"))  # as many steps as on the open notes alone
-    assert [c.max_steps for c in (rows[runs.REAL["DR.EHR"]].stage1, rows[runs.REAL["DR.EHR"]].stage2)] == [510, 510]
+    rows = systems.rows(load_profile("full"))  # as many steps as on the open notes alone
+    recipe = rows[systems.REAL["DR.EHR"]]
+    assert (recipe.stage1.max_steps, recipe.stage2.max_steps) == (510, 510)
+
+
+def test_rows_of_other_sizes_differ_in_the_encoder_alone(tmp_path, monkeypatch):
+    full = load_profile("full")
+    found = systems.sizes(full)
+    rows = [systems.on("DR.EHR", size) for size in ("MiniLM", systems.MPNET, systems.SMOLLM2)]
+    assert found[rows[0]] == found[rows[1]] == found[rows[2]]
+    for row, recipe in found.items():
+        shown = sum(stage.batch_size * stage.max_steps for stage in (recipe.stage1, recipe.stage2) if stage)
+        assert shown == (204 * 16 if " on " in row else 0)
+    plain, larger, decoder = (systems.profile_of(full, row) for row in rows)
+    assert plain == systems.profile_of(full, "DR.EHR") == full
+    assert larger == replace(full, encoder="mpnet") == systems.profile_of(full, systems.MPNET)
+    assert decoder.lora and (decoder.encoder, decoder.pooling) == ("smollm2", "lasttoken")
+    monkeypatch.setattr(systems.weights, "FOLDER", tmp_path)
+    assert "weights mpnet" in systems.lacking(full, rows[1]) and systems.lacking(full, rows[0]) is None

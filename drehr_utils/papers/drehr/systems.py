@@ -1,0 +1,96 @@
+"""The trained rows of DR.EHR's tables: each one's recipe, the encoder it starts from, the texts it reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from drehr_utils import pipeline
+from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.data import public_data
+from drehr_utils.papers.drehr import ablations, recipe_search, rivals
+from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
+from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.training import weights
+
+EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
+REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
+MPNET, SMOLLM2 = "mpnet", "SmolLM2"  # untrained; weights has them
+OTHER_SIZES = {  # the decoder is read and trained as DR.EHR-large (§3.3, §4.2), its instruction short for a CPU's sake
+    "MiniLM": {},
+    MPNET: {"encoder": weights.MPNET},
+    SMOLLM2: {"encoder": weights.SMOLLM2, "pooling": "lasttoken", "instruction": "Query: ", "lora": True},
+}
+
+
+def by_equations(recipe: Recipe) -> Recipe:
+    """The recipe with the loss of equations 1-3 instead of the authors' code's."""
+    return recipe.each(lambda stage: replace(stage, per_anchor=True))
+
+
+def table4(profile: Profile) -> dict[str, Recipe]:
+    return {
+        PUBLISHED: profile.published,
+        WITHOUT_STAGE1: profile.without_stage1(),
+        SHORTER: replace(profile.published, stage1=None),
+        EQUATIONS: by_equations(profile.published),
+        IMPROVED: profile.improved,
+        rivals.HYBRID: profile.improved,  # the same encoder, joined with strings and the graph
+        REAL[PUBLISHED]: _as_long(profile, profile.published),
+        REAL[IMPROVED]: _as_long(profile, profile.improved),
+    }
+
+
+def on(system: str, size: str) -> str:
+    """The row of a system trained from an encoder of OTHER_SIZES."""
+    return f"{system} on {size}"
+
+
+def sizes(profile: Profile) -> dict[str, Recipe]:
+    """Table 4's rows that show what an encoder's size brings: the larger ones untrained, and each after 204 steps of 16
+    chunks in all, which a CPU can do with 110 million parameters. mpnet's rate for the improved recipe is `mimic`'s."""
+
+    def short(recipe: Recipe, epochs: int, **changes: Any) -> Recipe:
+        changes |= {"batch_size": 16, "epochs": epochs}  # `smoke` has steps of its own
+        return recipe.each(lambda stage: replace(stage, max_steps=stage.max_steps or 102 * epochs, **changes))
+
+    return {
+        MPNET: Recipe(),
+        SMOLLM2: Recipe(),
+        **{on(PUBLISHED, size): short(profile.published, 1) for size in OTHER_SIZES},
+        on(IMPROVED, "MiniLM"): short(profile.improved, 2),
+        on(IMPROVED, MPNET): short(profile.improved, 2, learning_rate=1e-4),
+    }
+
+
+def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
+    """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
+
+    def as_long(stage: StageConfig) -> StageConfig:
+        return replace(stage, max_steps=stage.max_steps or round(n // stage.batch_size * stage.epochs))
+
+    n = len(pipeline.chunks(profile))
+    return recipe.each(as_long)
+
+
+def profile_of(profile: Profile, row: str) -> Profile:
+    """The profile with the row's own encoder, and real notes and their recorded answers where it trains on them."""
+    if row not in REAL.values():
+        return replace(profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}))
+    answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
+    return replace(profile, real_notes=True, recorded_answers=answers)
+
+
+def lacking(profile: Profile, row: str) -> str | None:
+    """What the row's training needs that isn't at hand, and how it is fetched."""
+    if row in REAL.values():
+        missing = [name for name in ("aci_bench", "mts_dialog") if public_data.locate(name) is None]
+        return f"{missing[0]} isn't here; ./run_all.sh --public fetches it" if missing else None
+    return weights.missing(profile_of(profile, row).encoder)
+
+
+def rows(profile: Profile) -> dict[str, Recipe]:
+    """Every trained row: Table 4's, the ablations of Tables 5 and 6 at their share of the steps, and the candidates of
+    the search, which are scored on dev alone."""
+    tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+    return tables | recipe_search.candidates(profile)
