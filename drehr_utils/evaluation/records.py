@@ -20,43 +20,58 @@ REMAKE = "restore it, or remake it by its command"
 
 @dataclass(frozen=True)
 class Record:
-    """A CSV table that grows by a group of rows at a time.
+    """A CSV table (`name`.gz: gzipped) that grows by a group of rows at a time.
 
-    It lies in data/, committed, for a profile whose results are; another profile's lies in its cache."""
+    It lies in data/, committed, for a profile whose results are (`full`'s trainings too); another's lies in its cache."""
 
     name: str
 
     def path(self, profile: Profile) -> Path:
-        return (ROOT / "data" if profile.in_place else profile.cache) / self.name
+        return (ROOT / "data" if profile.in_place or profile.recorded else profile.cache) / self.name
 
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)
         with files.naming(path, REMAKE):
             return pd.read_csv(path) if path.exists() else pd.DataFrame()
 
-    def _others(self, profile: Profile, key: dict[str, str | float]) -> pd.DataFrame:
+    def _parts(self, profile: Profile, key: dict[str, str | float]) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """The rows with this key, and the others."""
         done = self.read(profile)
-        return done[(done[list(key)] != pd.Series(key)).any(axis=1)] if len(done) else done
+        own = (done[list(key)] == pd.Series(key)).all(axis=1) if len(done) else pd.Series(dtype=bool)
+        return done[own], done[~own]
+
+    def digest(self, profile: Profile, key: dict[str, str | float]) -> str | None:
+        """What the rows with this key were made of, as `add` was told; None where there are none."""
+        own, _ = self._parts(profile, key)
+        return str(own["digest"].iloc[0]) if len(own) else None
 
     def add(
-        self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False
-    ) -> bool:
+        self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False,
+        digest: str | None = None,
+    ) -> bool:  # fmt: skip
         """Adds `make()`'s rows, to 4 decimals, with `key`, minutes, date and machine; whether it made them.
 
         `key`, columns with their values, tells the groups of rows apart; rows with this key stay as they are (`remake`:
-        are replaced)."""
-        if len(self._others(profile, key)) < len(self.read(profile)) and not remake:
+        are replaced). `digest`, a column too: of what the rows are made of; rows that were made of something else are
+        replaced."""
+
+        def is_there(own: pd.DataFrame) -> bool:
+            return len(own) > 0 and not remake and (digest is None or str(own["digest"].iloc[0]) == digest)
+
+        if is_there(self._parts(profile, key)[0]):
             return False
         begun = time.time()
         rows = make().round(4)
         minutes = round((time.time() - begun) / 60, 1)
         date, machine = datetime.date.today().isoformat(), f"{platform.machine()}, {describe_device()}"
         rows = pd.DataFrame(key, index=rows.index).join(rows).assign(minutes=minutes, date=date, machine=machine)
-        with artifacts.lock(profile.cache / f".{self.name}.lock", f"adding to {self.name}"):
-            kept = self._others(profile, key)  # another process may have added rows meanwhile
-            if len(kept) < len(self.read(profile)) and not remake:
+        rows = rows if digest is None else rows.assign(digest=digest)
+        path = self.path(profile)
+        with artifacts.lock(profile.cache / f".{path.name}.lock", f"adding to {path.name}"):
+            own, kept = self._parts(profile, key)  # another process may have added rows meanwhile
+            if is_there(own):
                 return False
             table = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
-            files.write_atomically(self.path(profile), table.to_csv(index=False).encode())
-        print(f"{self.name}: {', '.join(map(str, key.values()))} ({minutes} min)", flush=True)
+            files.write_atomically(path, table.to_csv(index=False).encode())
+        print(f"{path.name}: {', '.join(map(str, key.values()))} ({minutes} min)", flush=True)
         return True

@@ -1,5 +1,6 @@
 """Records: what is there stays, a killed write leaves the old file."""
 
+import gzip
 import os
 
 import pandas as pd
@@ -33,6 +34,18 @@ def test_rows_stay_go_on_and_are_replaced(smoke, capsys):
     assert TOY.path(smoke).read_text().splitlines()[1:3] == before[3:5]  # the other rows, byte for byte
     record = TOY.read(smoke)
     assert len(record) == 4 and record["ours"].max() == 4
+
+
+def test_rows_of_something_else_are_replaced(smoke, capsys):
+    zipped, key = Record("runs/toy.csv.gz"), {"name": "a"}
+    assert zipped.add(smoke, key, rows(1), digest="1") and not zipped.add(smoke, key, rows(2), digest="1")
+    assert zipped.add(smoke, {"name": "b"}, rows(3), digest="1") and zipped.add(smoke, key, rows(2), digest="2")
+    assert zipped.read(smoke)["ours"].tolist() == [3, 1.2346, 2, 1.2346]
+    assert zipped.digest(smoke, key) == "2" and zipped.digest(smoke, {"name": "c"}) is None
+    assert gzip.decompress(zipped.path(smoke).read_bytes()).startswith(b"name,metric,ours,minutes,date,machine,digest")
+    first = zipped.path(smoke).read_bytes()
+    assert zipped.add(smoke, key, rows(2), digest="3") and zipped.add(smoke, key, rows(2), digest="2")
+    assert zipped.path(smoke).read_bytes() == first, "a record made again is the same file"
 
 
 def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
