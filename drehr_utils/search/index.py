@@ -109,7 +109,7 @@ class NoteIndex:
     hybrid: Hybrid
     table: Table
     depth: int = DEPTH
-    _read: tuple[object, Self, WordCounts] | None = field(default=None, repr=False)  # see _finished
+    _read: tuple[object, Self, WordCounts] | None = field(default=None, init=False, repr=False)  # see _finished
 
     @classmethod
     def create(cls, folder: str | Path, hybrid: Hybrid) -> Self:
@@ -284,7 +284,7 @@ class NoteIndex:
             if words is None:
                 table.checkout(table.version)
                 words = self._words_of(table)
-            self._read = found, replace(self, table=table, _read=None), words
+            self._read = found, replace(self, table=table), words
         return self._read[1:]
 
     def search(self, query: str, top: int = 10, patient: str | None = None) -> list[Hit]:

@@ -33,7 +33,7 @@ tags: [electronic-health-records, dense-retrieval, entity-retrieval]
 ---
 # drehr-improved
 
-A small English encoder (22M parameters, 384 dimensions, mean pooling, cosine) that retrieves chunks of discharge
+A small English encoder (23M parameters, 384 dimensions, mean pooling, cosine) that retrieves chunks of discharge
 summaries for a medical entity, by the improved recipe of this repository after DR.EHR. It is of the recipe and the
 seed of the row `DR.EHR (improved)` in the project's Table 4, and `DR.EHR (hybrid)` has it for an encoder; trained again
 on another machine it comes out within half a point of that row.
