@@ -83,6 +83,14 @@ def separations(encode: Encode, entries: Sequence[Entry]) -> np.ndarray:
     return ((own - other) * encode([e.sentence for e in entries])).sum(axis=1)
 
 
+def separation_values(encode: Encode, entries: Sequence[Entry]) -> pd.DataFrame:
+    """`separations` times 100, rows as query_values' with an entry's number for the search and its finding for the
+    query: entries of a finding are no independent sample."""
+    about = [(str(i), e.finding, "positive" if e.present else "negative", "separation") for i, e in enumerate(entries)]
+    values = pd.DataFrame(about, columns=["search_id", "query_id", "query_type", "metric"])
+    return values.assign(value=(100 * separations(encode, entries)).round(2))
+
+
 # --- §3.5: labels that no lexicon made ---------------------------------------------------------------------------
 
 
