@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import ir_measures
 import numpy as np
 import pandas as pd
+import scipy.stats
 from ir_measures import AP, Rprec
 from sentence_transformers import SentenceTransformer
 
@@ -49,6 +50,26 @@ def result_rows(
         if len(part):
             frames.append(intervals.result_rows(system, setting, group, part, resampling, base))
     return pd.concat(frames, ignore_index=True)
+
+
+def negative_less_positive(values: pd.DataFrame, resampling: Resampling) -> pd.DataFrame:
+    """How far the mean over negative queries is above that over positive ones, one row for claims.judge.
+
+    `values` of one metric, of a system or of what it gains on another. The interval draws findings, with both queries
+    that one may have; p is the permutation test's, of which queries are the negative ones."""
+    value = values.groupby("query_id")["value"].mean()
+    negative = value.index.map(is_negative).to_numpy()
+    parts = np.column_stack([value * negative, negative, value * ~negative, ~negative])
+    finding = value.index.str.removeprefix("no ").to_numpy()
+    draws = intervals.bootstrap(parts, lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], resampling, finding)
+    low, high = intervals.percentile_interval(draws)
+    test = scipy.stats.permutation_test(
+        (value[negative], value[~negative]),
+        lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
+        n_resamples=resampling.randomizations,
+        rng=resampling.seed,
+    )
+    return pd.DataFrame({"ours": [test.statistic], "low": low, "high": high, "p": test.pvalue})
 
 
 # --- systems -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ was cut off is begun again; what was done before it is kept.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from drehr_utils.profiles import Profile, load_profile
 RECORD = Record("runs/radiology.csv.gz")
 BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
+TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
 SEEDS = (1, 2)  # beside 0, of the models that Tables 2 to 4 test
 
 
@@ -76,15 +77,16 @@ def trainings(
 # --- made --------------------------------------------------------------------------------------------------------
 
 
-def values(profile: Profile, training: Training) -> pd.DataFrame:
+def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> pd.DataFrame:
     """A system's values, trained where it isn't yet: query_values' columns, the `table` that they belong to, the
-    collection that was `tested`, and how many steps the training took and how many entries it was `shown`."""
+    collection that was `tested` (`tests`; default: all others than the trained one), and how many steps the training
+    took and how many entries it was `shown`."""
     system, trained, config = training.system, training.trained, training.config
     if trained.startswith(FOLDS):
         collection = trained.removeprefix(FOLDS)
         parts = systems.fold_values(profile, collection, config)
         return parts.assign(table=1, tested=collection, **budget(profile, training))
-    tests = [c for c in systems.collections(profile) if c != trained]
+    tests = tests or [c for c in systems.collections(profile) if c != trained]
     if system == BM25:
         found = systems.across_values(profile, tests, bm25)
     else:
@@ -132,16 +134,56 @@ def digest(profile: Profile, training: Training) -> str:
 
 
 def measured(profile: Profile) -> pd.DataFrame:
-    """The values of all trainings with their keys: what the run trains, or of a run in place what the record has."""
+    """The values of all trainings with their keys and the row's `name` in their table: what the run trains, or of a run
+    in place what the record has, and beside it the short training on A that the run does itself, tested on B."""
     if profile.in_place:
-        return RECORD.read(profile)
-    found = [values(profile, training).assign(**training.key) for training in trainings(profile)]
-    return pd.concat(found, ignore_index=True)
+        own = Training(live_name(profile), "A", systems.chosen(profile, profile.radiology.best))
+        found = [RECORD.read(profile), values(profile, own, ["B"]).assign(**own.key)]
+    else:
+        found = [values(profile, training).assign(**training.key) for training in trainings(profile)]
+    return _named(pd.concat(found, ignore_index=True), profile.radiology.best.label)
 
 
-def _tried(profile: Profile) -> pd.DataFrame:
-    found = RECORD.read(profile)
-    return systems.rates(found[found["trained"] == FOLDS + "A"])
+def source(profile: Profile) -> Profile:
+    """The profile that the trainings of `measured` are of."""
+    return load_profile("full") if profile.in_place else profile
+
+
+def live_name(profile: Profile) -> str:
+    """The row of the model that a run trains on A."""
+    return pipeline.row_name(profile, SBERT) if profile.in_place else SBERT
+
+
+def _named(found: pd.DataFrame, best: str) -> pd.DataFrame:
+    """With `name`, missing where no table shows it: the rates that weren't chosen, and MLM-tuning on another collection
+    than TRAIN_OF's. A model of another one than that says in its name which, in Table 4 all do."""
+    tried = tried_rates(found)
+    tried = tried[tried["row"] == best]
+    rates = [0, *tried.loc[tried.index[tried["all"] == tried["all"].max()], "learning rate"]]
+    usual = found["trained"] == found["tested"].map(TRAIN_OF)
+    name = found["system"].where((found["system"] != MLM) | usual)
+    name = name.where((found["table"] != 1) | found["rate"].isin(rates))
+    elsewhere = (found["system"] == SBERT) & (~usual | (found["table"] == 4))
+    return found.assign(name=name.mask(elsewhere, "SBERT (trained on " + found["trained"] + ")"))
+
+
+def tried_rates(found: pd.DataFrame) -> pd.DataFrame:
+    """systems.rates of the rows that were trained on A's folds."""
+    return systems.rates(found[(found["trained"] == FOLDS + "A") & (found["rate"] > 0)])
+
+
+def by_name(found: pd.DataFrame, table: int, tested: str) -> dict[str, pd.DataFrame]:
+    """Row of the table -> its values on a collection, as retrieval.query_values has them, with their `seed`."""
+    part = found[(found["table"] == table) & (found["tested"] == tested)]
+    columns = ["search_id", "query_id", "query_type", "metric", "value", "seed"]
+    return {name: rows[columns] for name, rows in part.groupby("name", sort=False)}
+
+
+def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:
+    """A table's long form with `budget`: the entries that each training was shown; missing for untrained rows."""
+    part = found[(found["table"] == table) & (found["shown"] > 0)].groupby(["name", "tested"])["shown"].max()
+    at = pd.MultiIndex.from_arrays([rows["system"], rows["setting"].str.partition(" (")[0]])
+    return rows.assign(budget=part.reindex(at).to_numpy())
 
 
 def stale(profile: Profile) -> list[str]:
@@ -149,7 +191,7 @@ def stale(profile: Profile) -> list[str]:
     if RECORD.read(profile).empty:
         return [f"{RECORD.path(profile).name}: not there"]
     found = []
-    for training in trainings(profile, SEEDS, lambda: _tried(profile)):
+    for training in trainings(profile, SEEDS, lambda: tried_rates(RECORD.read(profile))):
         if (made_of := RECORD.digest(profile, training.key)) != digest(profile, training):
             said = ", ".join(map(str, training.key.values()))
             found.append(f"{said}: {'not there' if made_of is None else 'another recipe or other data'}")
@@ -171,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
         out_of_date = stale(profile)
         print("\n".join(out_of_date) or "none out of date")
         raise SystemExit(int(bool(out_of_date)))
-    for training in trainings(profile, tuple(options.seeds), lambda: _tried(profile)):
+    for training in trainings(profile, tuple(options.seeds), lambda: tried_rates(RECORD.read(profile))):
         made_of = digest(profile, training)
         RECORD.add(profile, training.key, partial(values, profile, training), options.remake, made_of)
 
