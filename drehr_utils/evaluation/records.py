@@ -22,7 +22,7 @@ REMAKE = "restore it, or remake it by its command"
 class Record:
     """A CSV table (`name`.gz: gzipped) that grows by a group of rows at a time.
 
-    It lies in data/, committed, for a profile whose results are (`full`'s trainings too); another's lies in its cache."""
+    It lies in data/, committed, for a profile whose results are, `full` too; another's lies in its cache."""
 
     name: str
 

@@ -23,7 +23,15 @@ from test_negation import accuracy, negspacy_predictions, own, sample  # noqa: E
 from drehr_utils.papers.radiology.lexicon import FindingMatcher, read_lexicon  # noqa: E402
 from drehr_utils.papers.radiology.reports import OPEN_CXR, read_collection, read_judgments  # noqa: E402
 
-LEXICON_NAME = {"lung nodule": "pulmonary nodule", "enlarged heart": "cardiomegaly"}  # judged query -> lexicon
+LEXICON_NAME = {  # judged query -> lexicon
+    "lung nodule": "pulmonary nodule",
+    "enlarged heart": "cardiomegaly",
+    "pulmonary vascular congestion": "vascular congestion",
+    "hyperinflated lungs": "hyperinflation",
+    "free air under the diaphragm": "pneumoperitoneum",
+    "lung cavity": "cavitary lesion",
+    "chest drain": "chest tube",
+}
 
 
 def judged_mentions() -> list[dict[str, str]]:

@@ -4,8 +4,9 @@
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
     python -m drehr_utils.papers.drehr.runs --check               # which records are of another recipe, data or code
 
-In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
-column a training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
+In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes and of ablations:
+scores-sizes.csv.gz, scores-ablations.csv.gz) holds every search's scores, a column a training;
+<row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
 another, and copy data/runs from there. On two cores, two of them at once with one thread each
@@ -45,7 +46,7 @@ from drehr_utils.training.positives import PositiveSets
 UNTRAINED = "untrained"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
 SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
-KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores.csv.gz
+KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores_file
 
 
 def folder(profile: Profile) -> Path:
@@ -55,6 +56,13 @@ def folder(profile: Profile) -> Path:
 def slug(row: str, seed: int | None = None) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
     return name if seed is None else f"{name}-seed{seed}"
+
+
+def scores_file(profile: Profile, row: str) -> Path:
+    """A file a family of rows: a new record makes only those notebooks out of date that read its family."""
+    of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+    family = "-sizes" if row in systems.sizes(profile) else "-ablations" if row in of_ablations else ""
+    return folder(profile) / f"scores{family}.csv.gz"
 
 
 # --- made --------------------------------------------------------------------------------------------------------
@@ -120,7 +128,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         found[split] = metrics.per_search(bench, scores)
         if seed == 0 and row in systems.table4(profile) | systems.sizes(profile):
             write_runs(profile, row, bench, scores, split)
-    add_scores(profile, name, found)
+    add_scores(scores_file(profile, row), name, found)
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
     made = [json.loads((stage / "stage.json").read_text()) for stage in _stages(model)]
     machine = made[0]["machine"] if made else f"{platform.machine()}, {encoders.describe_device()}"
@@ -160,9 +168,8 @@ def _stages(model: Path) -> Iterator[Path]:
         model = model.resolve().parent / json.loads((model / "stage.json").read_text())["start"]
 
 
-def add_scores(profile: Profile, name: str, found: dict[str, pd.DataFrame]) -> None:
-    """Puts a training's per-search scores, by split, into its column of scores.csv.gz."""
-    path = folder(profile) / "scores.csv.gz"
+def add_scores(path: Path, name: str, found: dict[str, pd.DataFrame]) -> None:
+    """Puts a training's per-search scores, by split, into its column of a scores_file."""
     long = pd.concat(found, names=["split", None]).reset_index("split")
     column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
     table = _scores(path).drop(columns=name, errors="ignore") if path.exists() else None
@@ -237,7 +244,7 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
     if not seeds:
         return None
     kinds, keys = pipeline.benchmark(profile, split).query_types, [key for key in KEYS[1:] if key != "metric"]
-    path = folder(profile) / "scores.csv.gz"
+    path = scores_file(profile, row)
     table = _scores(path)
     if missing := [name for name in (slug(row, n) for n in seeds) if name not in table]:
         raise DataError(f"{files.short_name(path)}, row 1: column {missing[0]} is missing; {REMAKE}")

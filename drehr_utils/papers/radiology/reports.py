@@ -53,7 +53,8 @@ def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
 def read_judgments(path: Path = OPEN_CXR / "sentence_judgments.tsv") -> tuple[list[str], dict[str, list[str]]]:
     """Queries judged by reading, not by the lexicon: the judged reports' uids and, for each query, its sentences' ids.
 
-    A sentence's id is `<uid>#<k>`, its place in Report.sentences. Raises DataError for a malformed file."""
+    By default what two of three judges say; each one's own are in judgments/, in the same form. A sentence's id is
+    `<uid>#<k>`, its place in Report.sentences. Raises DataError for a malformed file."""
     lines = [line for _, line in read_text_lines(path)]
     if len(lines) < 2 or not lines[0].startswith("# reports: ") or lines[1] != "query\tsentences":
         raise DataError(f"{path.name}, rows 1-2: need '# reports: uid ...' and the header query, sentences")

@@ -127,7 +127,8 @@ def digest(profile: Profile, training: Training) -> str:
     trains: to a test it is as it was published, and how it is labelled the open entries tell."""
     data = [systems.entries(profile, c) for c in (*OPEN, *([IU] if IU in training.trained else []))]
     said = systems.said_in(profile, training.trained) if training.system == MLM else []
-    return artifacts.digest(training.config, data, said, read_judgments(), pipeline.start_digest(profile))
+    judged = [] if training.trained.startswith(FOLDS) else read_judgments()
+    return artifacts.digest(training.config, data, said, judged, pipeline.start_digest(profile))
 
 
 # --- read --------------------------------------------------------------------------------------------------------

@@ -45,12 +45,19 @@ def smoke(monkeypatch, tmp_path):
 def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):
     index = {"setting": "single", "match_type": "all", "search_id": ["q@a", "q@b"], "metric": "MAP"}
     dev, test = (pd.DataFrame(index | {"value": [a, b]}) for a, b in ((1.0, 2.0), (3.0, 4.0)))
-    runs.add_scores(smoke, "candidate", {"dev": dev})
-    runs.add_scores(smoke, "row", {"dev": dev, "test": test})
-    runs.add_scores(smoke, "candidate", {"dev": dev.assign(value=9.0)})
-    table = pd.read_csv(runs.folder(smoke) / "scores.csv.gz", index_col=runs.KEYS)
+    path = runs.scores_file(smoke, "DR.EHR")
+    runs.add_scores(path, "candidate", {"dev": dev})
+    runs.add_scores(path, "row", {"dev": dev, "test": test})
+    runs.add_scores(path, "candidate", {"dev": dev.assign(value=9.0)})
+    table = pd.read_csv(path, index_col=runs.KEYS)
     assert table.loc["test", "row"].tolist() == [3, 4] and table.loc["dev", "row"].tolist() == [1, 2]
     assert table.loc["dev", "candidate"].tolist() == [9, 9] and table.loc["test", "candidate"].isna().all()
+
+
+def test_a_family_of_rows_has_a_file_of_its_own(smoke):
+    rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM")]
+    files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz"]
+    assert [runs.scores_file(smoke, row).name for row in rows] == files
 
 
 def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
@@ -58,7 +65,7 @@ def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 4, (len(bench.queries), len(bench.corpus))).astype(float)  # many ties
     found = metrics.per_search(bench, scores)
-    runs.add_scores(smoke, "x-seed0", {"dev": found})
+    runs.add_scores(runs.scores_file(smoke, "x"), "x-seed0", {"dev": found})
     runs.write_runs(smoke, "x", bench, scores, "dev")
     for setting in runs.SETTINGS:
         theirs = measured_by_ir_measures(bench, runs.folder(smoke) / f"x.dev.{setting}.run.gz", setting)
@@ -113,8 +120,8 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
     shown = systems.table4(profile) | systems.sizes(profile)
     recorded = [about for about in runs.abouts(profile) if about["row"] in shown and about["seed"] == 0]
     assert recorded
-    scores = pd.read_csv(runs.folder(profile) / "scores.csv.gz")
     for about in recorded:
+        scores = pd.read_csv(runs.scores_file(profile, about["row"]))
         name = runs.slug(about["row"], 0)
         for split in runs.SPLITS:
             bench = pipeline.benchmark(profile, split)

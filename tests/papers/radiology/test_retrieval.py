@@ -25,15 +25,16 @@ def test_judgments_fit_their_reports_and_check_the_labels(collections, matcher):
     assert set(judgments[0]) <= {r.uid for reports in collections.values() for r in reports}
     for reports in collections.values():
         task = judged_task(reports, judgments)
-        assert len(task.sentences) > 250 and len(task.matched) >= 15
-    # "no pneumothorax" was judged by reading; the lexicon with the rules must find nearly the same sentences.
+        assert len(task.sentences) > 250 and len(task.matched) >= 40
+    # "no pneumothorax" was judged by reading; the lexicon with the rules must be right, and miss only what isn't named.
     names = {"pneumothorax", "no pneumothorax"}
     said = {f"{r.uid}#{k}": s for c in collections.values() for r in c for k, s in enumerate(r.sentences)}
     judged = {(i, q) for q in names for i in judgments[1][q]}
     labelled = {(i, Entry("", yes, m).query) for i, s in said.items() if i.split("#")[0] in set(judgments[0])
                 for m, yes in label_sentence(s, matcher).items()}  # fmt: skip
     labelled = {pair for pair in labelled if pair[1] in names}
-    assert len(judged & labelled) / len(judged | labelled) > 0.85, judged ^ labelled
+    assert len(judged & labelled) >= 0.95 * len(labelled), labelled - judged
+    assert len(judged & labelled) > 0.75 * len(judged), judged - labelled
 
 
 def test_coders_headings_are_turned_round_and_reports_without_text_left_out():
