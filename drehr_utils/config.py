@@ -184,10 +184,11 @@ class RadiologySizes:
     """Of radiology (notebook 14). `best`, the best row of the paper's Table 1, trains the models of Tables 2 to 4."""
 
     best: TripletConfig = TripletConfig()
-    rates: tuple[float, ...] = (2e-5,)  # learning rates tried on dev, collection A's folds
+    rates: tuple[float, ...] = (2e-5,)  # learning rates tried on dev, collection A's folds; one: as it is
     table1: tuple[TripletConfig, ...] = ()
     table1_iu: tuple[TripletConfig, ...] = ()
     mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones
+    iu_steps: int | None = None  # that the model takes which is trained on IU X-ray; None: as the others
     coded_minimum: int = 10  # reports that carry a coders' heading, for it to be a query

@@ -73,7 +73,7 @@ def retrievers(profile: Profile) -> dict[str, Callable[[], Score]]:
         return towers(*capr.trained_model(profile, capr.BI)[0].encoders)
 
     def sbert() -> Score:
-        return towers(radiology.sbert(profile, radiology.training_entries(profile, TRAIN, TEST)))
+        return towers(radiology.sbert(profile, TRAIN))
 
     found: dict[str, Callable[[], Score]] = {
         rivals.CHANCE: lambda: lambda asked, searched: np.zeros((len(asked), len(searched))),  # ties: a random order

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import ir_measures
 import numpy as np
 import pandas as pd
+import scipy.stats
 from ir_measures import AP, Rprec
 from sentence_transformers import SentenceTransformer
 
@@ -51,6 +52,26 @@ def result_rows(
     return pd.concat(frames, ignore_index=True)
 
 
+def negative_less_positive(values: pd.DataFrame, resampling: Resampling) -> pd.DataFrame:
+    """How far the mean over negative queries is above that over positive ones, one row for claims.judge.
+
+    `values` of one metric, of a system or of what it gains on another. The interval draws findings, with both queries
+    that one may have; p is the permutation test's, of which queries are the negative ones."""
+    value = values.groupby("query_id")["value"].mean()
+    negative = value.index.map(is_negative).to_numpy()
+    parts = np.column_stack([value * negative, negative, value * ~negative, ~negative])
+    finding = value.index.str.removeprefix("no ").to_numpy()
+    draws = intervals.bootstrap(parts, lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], resampling, finding)
+    low, high = intervals.percentile_interval(draws)
+    test = scipy.stats.permutation_test(
+        (value[negative], value[~negative]),
+        lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
+        n_resamples=resampling.randomizations,
+        rng=resampling.seed,
+    )
+    return pd.DataFrame({"ours": [test.statistic], "low": low, "high": high, "p": test.pvalue})
+
+
 # --- systems -----------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +102,14 @@ def separations(encode: Encode, entries: Sequence[Entry]) -> np.ndarray:
     opposite = [Entry(e.sentence, not e.present, e.finding).query for e in entries]
     own, other = encode([e.query for e in entries]), encode(opposite)
     return ((own - other) * encode([e.sentence for e in entries])).sum(axis=1)
+
+
+def separation_values(encode: Encode, entries: Sequence[Entry]) -> pd.DataFrame:
+    """`separations` times 100, rows as query_values' with an entry's number for the search and its finding for the
+    query: entries of a finding are no independent sample."""
+    about = [(str(i), e.finding, "positive" if e.present else "negative", "separation") for i, e in enumerate(entries)]
+    values = pd.DataFrame(about, columns=["search_id", "query_id", "query_type", "metric"])
+    return values.assign(value=(100 * separations(encode, entries)).round(2))
 
 
 # --- §3.5: labels that no lexicon made ---------------------------------------------------------------------------

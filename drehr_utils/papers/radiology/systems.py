@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,19 +21,28 @@ from drehr_utils.papers.radiology.entries import (
     without_sentences,
 )
 from drehr_utils.papers.radiology.lexicon import FindingMatcher, read_lexicon
-from drehr_utils.papers.radiology.reports import OPEN_CXR, Report, read_collection, read_iu_xray
-from drehr_utils.papers.radiology.retrieval import dense, query_values, remembering
+from drehr_utils.papers.radiology.reports import OPEN_CXR, Report, read_collection, read_iu_xray, read_judgments
+from drehr_utils.papers.radiology.retrieval import (
+    Encode,
+    Score,
+    coded_values,
+    dense,
+    judged_task,
+    query_values,
+    remembering,
+    separation_values,
+)
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
-IU = "IU X-ray"
+OPEN, IU = ("A", "B"), "IU X-ray"
 
 
 @cache
 def collections(profile: Profile) -> dict[str, list[Report]]:
     """The reports by collection: A, B, and IU X-ray where the user has it."""
     sizes = profile.radiology
-    read = {c.upper(): read_collection(OPEN_CXR / f"collection_{c}.jsonl.gz")[: sizes.reports] for c in "ab"}
+    read = {c: read_collection(OPEN_CXR / f"collection_{c.lower()}.jsonl.gz")[: sizes.reports] for c in OPEN}
     iu = read_iu_xray()
     return read if iu is None else read | {IU: iu[: sizes.iu_reports]}
 
@@ -44,16 +53,18 @@ def entries(profile: Profile, collection: str) -> list[Entry]:
     return label_entries(sentences, FindingMatcher(read_lexicon()))
 
 
-def training_entries(profile: Profile, train: str, test: str) -> list[Entry]:
-    """A collection's entries less the sentences that the other one has too ("No pneumothorax.")."""
-    return without_sentences(entries(profile, train), entries(profile, test))
+def training_entries(profile: Profile, collection: str) -> list[Entry]:
+    """A collection's entries less the sentences that another open one has too ("No pneumothorax.").
+
+    What A and B share with IU X-ray is left out of IU X-ray, for training and for tests, so that their models are the
+    same with and without it."""
+    others = [entry for other in OPEN if other != collection for entry in entries(profile, other)]
+    return without_sentences(entries(profile, collection), others)
 
 
 def test_entries(profile: Profile, collection: str) -> list[Entry]:
-    """What Tables 2 and 3 test on. Of IU X-ray, the sentences that A's model was trained on are left out here, not from
-    training, so that the model is the same with and without IU X-ray."""
-    found = entries(profile, collection)
-    return without_sentences(found, training_entries(profile, "A", "B")) if collection == IU else found
+    """What Tables 2 and 3 test on."""
+    return training_entries(profile, IU) if collection == IU else entries(profile, collection)
 
 
 # --- models ------------------------------------------------------------------------------------------------------
@@ -71,26 +82,42 @@ def _trained(
     return encoders.load_encoder(artifacts.cached_folder(profile.cache / f"models/radiology-{kind}-{key}", make))
 
 
-def sbert(profile: Profile, train: Sequence[Entry]) -> SentenceTransformer:
-    """The starting encoder trained with triplets on the entries (§2.3)."""
-    return _trained(profile, "sbert", triplets.train_triplets, train, chosen(profile, profile.radiology.best))
+def sbert(profile: Profile, collection: str, config: TripletConfig | None = None) -> SentenceTransformer:
+    """The starting encoder trained with triplets on a collection's entries (§2.3); default: the chosen best row."""
+    config = config or chosen(profile, config_for(profile, collection))
+    return _trained(profile, "sbert", triplets.train_triplets, training_entries(profile, collection), config)
 
 
 def mlm_tuned(profile: Profile, collection: str) -> SentenceTransformer:
     """The starting encoder tuned on a collection's sentences, without labels (§3.3)."""
-    said = list(dict.fromkeys(s for report in collections(profile)[collection] for s in report.sentences))
-    return _trained(profile, "mlm", triplets.tune_mlm, said, profile.radiology.mlm)
+    return _trained(profile, "mlm", triplets.tune_mlm, said_in(profile, collection), profile.radiology.mlm)
+
+
+def said_in(profile: Profile, collection: str) -> list[str]:
+    """Every sentence of a collection, labelled or not, once."""
+    return list(dict.fromkeys(s for report in collections(profile)[collection] for s in report.sentences))
+
+
+def config_for(profile: Profile, collection: str) -> TripletConfig:
+    """Of the model that Tables 2 to 4 train on a collection: IU X-ray's takes as many steps as the profile says."""
+    sizes = profile.radiology
+    return replace(sizes.best, max_steps=sizes.iu_steps or sizes.best.max_steps) if collection == IU else sizes.best
 
 
 # --- Table 1 -----------------------------------------------------------------------------------------------------
 
 
-def fold_values(profile: Profile, collection: str, config: TripletConfig | None) -> pd.DataFrame:
-    """Two-fold cross-validation by finding (§3.2): the values of each query by a model that saw only the other half's
-    findings, and none of the test half's sentences. `config` None: the starting encoder."""
+def folds(profile: Profile, collection: str) -> list[tuple[list[Entry], list[Entry]]]:
+    """Two-fold cross-validation by finding (§3.2), each fold's entries to train and to test with: the test half's
+    sentences are left out of training."""
     a, b = split_by_finding(entries(profile, collection), profile.seed)
-    folds = ((without_sentences(b, a), a), (without_sentences(a, b), b))
-    return pd.concat([_fold_values(profile, *fold, config) for fold in folds], ignore_index=True)
+    return [(without_sentences(b, a), a), (without_sentences(a, b), b)]
+
+
+def fold_values(profile: Profile, collection: str, config: TripletConfig | None) -> pd.DataFrame:
+    """The values of each query by a model that saw only the other half's findings. `config` None: the starting
+    encoder."""
+    return pd.concat([_fold_values(profile, *f, config) for f in folds(profile, collection)], ignore_index=True)
 
 
 def _fold_values(profile: Profile, train: list[Entry], test: list[Entry], config: TripletConfig | None) -> pd.DataFrame:
@@ -105,19 +132,59 @@ def _fold_values(profile: Profile, train: list[Entry], test: list[Entry], config
     return artifacts.cached_file(profile.cache / f"radiology/fold-{key}.parquet", make)
 
 
+def searched(profile: Profile) -> list[list[TripletConfig]]:
+    """The rows whose learning rates are tried where the profile has several, each with all of them: the paper's best,
+    which chooses the rate for all rows; and with hard sampling but no mega-batch, to see whether it would choose
+    another."""
+    sizes = profile.radiology
+    rows = [replace(sizes.table1[0], hard=True, mega_batch=n) for n in (sizes.best.mega_batch, sizes.best.batch_size)]
+    tried = [[replace(row, learning_rate=rate) for rate in sizes.rates] for row in rows]
+    return tried if len(sizes.rates) > 1 else []
+
+
 @cache
 def rate_search(profile: Profile) -> pd.DataFrame:
-    """Dev: the mAP of HS/MB(128) on collection A's two folds, for each learning rate that the profile tries."""
-    sizes, rows = profile.radiology, []
-    for rate in sizes.rates:
-        config = replace(sizes.best, max_steps=sizes.table1[0].max_steps, learning_rate=rate)
-        values = fold_values(profile, "A", config).query("metric == 'mAP'")
-        by_kind = values.groupby("query_type")["value"].mean()
-        rows.append({"learning rate": rate, **by_kind, "all": values["value"].mean()})
-    return pd.DataFrame(rows)
+    """Dev: the `rates` of the paper's best row on collection A's two folds."""
+    best = searched(profile)[0]
+    found = [fold_values(profile, "A", c).assign(system=c.label, rate=c.learning_rate) for c in best]
+    return rates(pd.concat(found, ignore_index=True))
 
 
-def chosen(profile: Profile, config: TripletConfig) -> TripletConfig:
-    """The configuration with the learning rate that has the highest mAP over all queries in rate_search."""
-    rates = rate_search(profile)
-    return replace(config, learning_rate=float(rates.loc[rates["all"].idxmax(), "learning rate"]))
+def rates(values: pd.DataFrame) -> pd.DataFrame:
+    """The mAP of each learning rate that was tried for a row, from its values with the columns `system` and `rate`."""
+    ap = values[values["metric"] == "mAP"].groupby(["system", "rate"])["value"]
+    by_kind = values[values["metric"] == "mAP"].groupby(["system", "rate", "query_type"])["value"].mean().unstack()
+    return by_kind.assign(all=ap.mean()).reset_index().rename(columns={"system": "row", "rate": "learning rate"})
+
+
+def chosen(profile: Profile, config: TripletConfig, tried: pd.DataFrame | None = None) -> TripletConfig:
+    """The configuration with the learning rate at which the paper's best row has the highest mAP over all queries in
+    `tried` (default: rate_search)."""
+    if not (rows := searched(profile)):
+        return replace(config, learning_rate=profile.radiology.rates[0])
+    tried = rate_search(profile) if tried is None else tried
+    best = tried[tried["row"] == rows[0][0].label]
+    return replace(config, learning_rate=float(best.loc[best["all"].idxmax(), "learning rate"]))
+
+
+# --- Tables 2 to 4 -----------------------------------------------------------------------------------------------
+
+
+def across_values(profile: Profile, tests: Iterable[str], score: Score, encode: Encode | None = None) -> pd.DataFrame:
+    """A system's values on the collections `tests`: those of query_values with the columns `table` and `tested`;
+    Table 3's only where there is an encoder (`encode`), a row an entry."""
+    parts, judgments = [], read_judgments()
+    for tested in tests:
+        reports = collections(profile)[tested]
+        said = test_entries(profile, tested)
+        task = SentenceQueries.of(said)
+        parts.append(query_values(task, score(task.queries, task.sentences)).assign(table=2, tested=tested))
+        if encode:
+            parts.append(separation_values(encode, said).assign(table=3, tested=tested))
+        if tested == IU:
+            by_hand = coded_values(reports, profile.radiology.coded_minimum, score)
+        else:
+            by_read = judged_task(reports, judgments)
+            by_hand = query_values(by_read, score(by_read.queries, by_read.sentences))
+        parts.append(by_hand.assign(table=4, tested=tested))
+    return pd.concat(parts, ignore_index=True)

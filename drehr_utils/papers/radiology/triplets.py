@@ -161,6 +161,11 @@ def train_triplets(
     return encoder
 
 
+def mlm_steps(sentences: int, config: TripletConfig) -> int:
+    steps = max(1, config.epochs * sentences // config.batch_size)
+    return min(steps, config.max_steps or steps)
+
+
 def tune_mlm(
     encoder: SentenceTransformer, sentences: Sequence[str], config: TripletConfig, progress: bool = True
 ) -> SentenceTransformer:
@@ -168,8 +173,7 @@ def tune_mlm(
 
     A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place."""
     ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
-    steps = max(1, config.epochs * len(ids) // config.batch_size)
-    steps = min(steps, config.max_steps or steps)
+    steps = mlm_steps(len(ids), config)
     with tempfile.TemporaryDirectory() as folder:
         encoders.save_encoder(encoder, Path(folder, "start"))
         torch.manual_seed(config.seed)  # of the new head

@@ -1,0 +1,223 @@
+"""Records of notebook 14's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
+
+    python -m drehr_utils.papers.radiology.runs             # all that the record lacks: an hour or two of one core
+    python -m drehr_utils.papers.radiology.runs --check     # which of its rows are of another recipe or other data
+
+data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained. Of IU
+X-ray these are numbers alone: findings, and an entry's or query's number, no text and no report's id. A training that
+was cut off is begun again; what was done before it is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pandas as pd
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils import artifacts, pipeline
+from drehr_utils.config import TripletConfig
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation.records import Record
+from drehr_utils.papers.radiology import systems, triplets
+from drehr_utils.papers.radiology.reports import read_judgments
+from drehr_utils.papers.radiology.retrieval import bm25, dense, remembering
+from drehr_utils.papers.radiology.systems import IU, OPEN
+from drehr_utils.profiles import Profile, load_profile
+
+RECORD = Record("runs/radiology.csv.gz")
+BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
+NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
+TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
+SEEDS = (1, 2)  # beside 0, of the models that Tables 2 to 4 test
+
+
+@dataclass(frozen=True)
+class Training:
+    """A system, what it is trained on (NOTHING, a collection, or FOLDS of one), and how; None: as it is."""
+
+    system: str
+    trained: str
+    config: TripletConfig | None = None
+
+    @property
+    def key(self) -> dict[str, str | float]:
+        rate, seed = (self.config.learning_rate, self.config.seed) if self.config else (0.0, 0)
+        return {"system": self.system, "trained": self.trained, "rate": rate, "seed": seed}
+
+
+def trainings(
+    profile: Profile, seeds: tuple[int, ...] = (), tried: Callable[[], pd.DataFrame] | None = None
+) -> Iterator[Training]:
+    """All of Tables 1 to 4, what matters most first, and again with `seeds` what Tables 2 to 4 test.
+
+    `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search)."""
+    sizes, here = profile.radiology, systems.collections(profile)
+    rows = {"A": sizes.table1} | ({IU: sizes.table1_iu} if IU in here else {})
+    yield from (Training(system, NOTHING) for system in (BM25, pipeline.START))
+    yield from (Training(pipeline.START, FOLDS + c) for c in rows)
+    search, check = systems.searched(profile) or ([], [])
+    yield from (Training(config.label, FOLDS + "A", config) for config in search)
+    found = tried and tried()
+    best = {c: systems.chosen(profile, systems.config_for(profile, c), found) for c in here}
+    yield from (Training(SBERT, c, best[c]) for c in OPEN)
+    yield from (Training(MLM, c, sizes.mlm) for c in OPEN)
+    rows = {c: [systems.chosen(profile, row, found) for row in rows[c]] for c in rows}
+    yield from (Training(row.label, FOLDS + "A", row) for row in rows["A"] if row not in search)
+    if IU in here:
+        yield Training(SBERT, IU, best[IU])
+    yield from (Training(config.label, FOLDS + "A", config) for config in check if config not in rows["A"])
+    yield from (Training(SBERT, c, replace(best[c], seed=seed)) for seed in seeds for c in OPEN)
+    yield from (Training(row.label, FOLDS + IU, row) for row in rows.get(IU, ()))
+
+
+# --- made --------------------------------------------------------------------------------------------------------
+
+
+def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> pd.DataFrame:
+    """A system's values, trained where it isn't yet: query_values' columns, the `table` that they belong to, the
+    collection that was `tested` (`tests`; default: all others than the trained one), and how many steps the training
+    took and how many entries it was `shown`."""
+    system, trained, config = training.system, training.trained, training.config
+    if trained.startswith(FOLDS):
+        collection = trained.removeprefix(FOLDS)
+        parts = systems.fold_values(profile, collection, config)
+        return parts.assign(table=1, tested=collection, **budget(profile, training))
+    tests = tests or [c for c in systems.collections(profile) if c != trained]
+    if system == BM25:
+        found = systems.across_values(profile, tests, bm25)
+    else:
+        encode = remembering(_encoder(profile, training))
+        found = systems.across_values(profile, tests, dense(encode), encode)
+    return found.assign(**budget(profile, training))
+
+
+def _encoder(profile: Profile, training: Training) -> SentenceTransformer:
+    if training.config is None:
+        return pipeline.starting_encoder(profile)
+    if training.system == MLM:
+        return systems.mlm_tuned(profile, training.trained)
+    return systems.sbert(profile, training.trained, training.config)
+
+
+def budget(profile: Profile, training: Training) -> dict[str, int]:
+    """Steps, and entries shown (of the MLM-tuned: sentences), repeats counted; of two folds, the first one's."""
+    config = training.config
+    if config is None:
+        return {"steps": 0, "shown": 0}
+    if training.system == MLM:
+        steps = triplets.mlm_steps(len(systems.said_in(profile, training.trained)), config)
+        return {"steps": steps, "shown": steps * config.batch_size}
+    steps = triplets.mega_batches(len(_entries(profile, training)), config)[1]
+    return {"steps": len(steps), "shown": sum(map(len, steps))}
+
+
+def _entries(profile: Profile, training: Training) -> list:
+    collection = training.trained.removeprefix(FOLDS)
+    if training.trained != collection:
+        return systems.folds(profile, collection)[0][0]
+    return systems.training_entries(profile, collection)
+
+
+def digest(profile: Profile, training: Training) -> str:
+    """Of the recipe and the data that a training's values come from, whatever code made them. IU X-ray counts where it
+    trains: to a test it is as it was published, and how it is labelled the open entries tell."""
+    data = [systems.entries(profile, c) for c in (*OPEN, *([IU] if IU in training.trained else []))]
+    said = systems.said_in(profile, training.trained) if training.system == MLM else []
+    judged = [] if training.trained.startswith(FOLDS) else read_judgments()
+    return artifacts.digest(training.config, data, said, judged, pipeline.start_digest(profile))
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+def measured(profile: Profile) -> pd.DataFrame:
+    """The values of all trainings with their keys and the row's `name` in their table: what the run trains, or of a run
+    in place what the record has, and beside it the short training on A that the run does itself, tested on B."""
+    if profile.in_place:
+        own = Training(live_name(profile), "A", systems.chosen(profile, profile.radiology.best))
+        found = [RECORD.read(profile), values(profile, own, ["B"]).assign(**own.key)]
+    else:
+        found = [values(profile, training).assign(**training.key) for training in trainings(profile)]
+    return _named(pd.concat(found, ignore_index=True), profile.radiology.best.label)
+
+
+def source(profile: Profile) -> Profile:
+    """The profile that the trainings of `measured` are of."""
+    return load_profile("full") if profile.in_place else profile
+
+
+def live_name(profile: Profile) -> str:
+    """The row of the model that a run trains on A."""
+    return pipeline.row_name(profile, SBERT) if profile.in_place else SBERT
+
+
+def _named(found: pd.DataFrame, best: str) -> pd.DataFrame:
+    """With `name`, missing where no table shows it: the rates that weren't chosen, and MLM-tuning on another collection
+    than TRAIN_OF's. A model of another one than that says in its name which, in Table 4 all do."""
+    tried = tried_rates(found)
+    tried = tried[tried["row"] == best]
+    rates = [0, *tried.loc[tried.index[tried["all"] == tried["all"].max()], "learning rate"]]
+    usual = found["trained"] == found["tested"].map(TRAIN_OF)
+    name = found["system"].where((found["system"] != MLM) | usual)
+    name = name.where((found["table"] != 1) | found["rate"].isin(rates))
+    elsewhere = (found["system"] == SBERT) & (~usual | (found["table"] == 4))
+    return found.assign(name=name.mask(elsewhere, "SBERT (trained on " + found["trained"] + ")"))
+
+
+def tried_rates(found: pd.DataFrame) -> pd.DataFrame:
+    """systems.rates of the rows that were trained on A's folds."""
+    return systems.rates(found[(found["trained"] == FOLDS + "A") & (found["rate"] > 0)])
+
+
+def by_name(found: pd.DataFrame, table: int, tested: str) -> dict[str, pd.DataFrame]:
+    """Row of the table -> its values on a collection, as retrieval.query_values has them, with their `seed`."""
+    part = found[(found["table"] == table) & (found["tested"] == tested)]
+    columns = ["search_id", "query_id", "query_type", "metric", "value", "seed"]
+    return {name: rows[columns] for name, rows in part.groupby("name", sort=False)}
+
+
+def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:
+    """A table's long form with `budget`: the entries that each training was shown; missing for untrained rows."""
+    part = found[(found["table"] == table) & (found["shown"] > 0)].groupby(["name", "tested"])["shown"].max()
+    at = pd.MultiIndex.from_arrays([rows["system"], rows["setting"].str.partition(" (")[0]])
+    return rows.assign(budget=part.reindex(at).to_numpy())
+
+
+def stale(profile: Profile) -> list[str]:
+    """The trainings of the profile that the record lacks, or has of another recipe or other data."""
+    if RECORD.read(profile).empty:
+        return [f"{RECORD.path(profile).name}: not there"]
+    found = []
+    for training in trainings(profile, SEEDS, lambda: tried_rates(RECORD.read(profile))):
+        if (made_of := RECORD.digest(profile, training.key)) != digest(profile, training):
+            said = ", ".join(map(str, training.key.values()))
+            found.append(f"{said}: {'not there' if made_of is None else 'another recipe or other data'}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, metavar="N", help="beside 0")
+    parser.add_argument("--remake", action="store_true", help="also what the record holds")
+    parser.add_argument("--check", action="store_true", help="say which are out of date, and train nothing")
+    parser.add_argument("--profile", default="full")
+    options = parser.parse_args(arguments)
+    try:
+        profile = load_profile(options.profile)
+    except DataError as error:
+        parser.error(str(error))
+    if options.check:
+        out_of_date = stale(profile)
+        print("\n".join(out_of_date) or "none out of date")
+        raise SystemExit(int(bool(out_of_date)))
+    for training in trainings(profile, tuple(options.seeds), lambda: tried_rates(RECORD.read(profile))):
+        made_of = digest(profile, training)
+        RECORD.add(profile, training.key, partial(values, profile, training), options.remake, made_of)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The record of notebook 14's trainings: it holds what was measured, and a profile of slices leaves it alone."""
+
+import gzip
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from drehr_utils import profiles
+from drehr_utils.config import Resampling
+from drehr_utils.papers.radiology import lexicon, retrieval, runs, systems
+from drehr_utils.profiles import load_profile
+
+
+@pytest.fixture
+def smoke(monkeypatch, tmp_path, start):
+    """The smoke profile on a tiny encoder, a cache of its own, and an IU X-ray of eight reports."""
+    monkeypatch.setattr(profiles.Profile, "cache", property(lambda self: tmp_path / "cache"))
+    names = [finding.name for finding in lexicon.read_lexicon()[:8]]
+    rows = [f'{i},{name},"Peculiar {name} today.","No peculiar {name} before."' for i, name in enumerate(names)]
+    (tmp_path / "iu_xray").mkdir()
+    table = "\n".join(["uid,problems,findings,impression", *rows])
+    (tmp_path / "iu_xray/indiana_reports.csv.gz").write_bytes(gzip.compress(table.encode()))
+    monkeypatch.setenv("DREHR_PUBLIC_DATA", str(tmp_path))
+    for made in (systems.collections, systems.entries, systems.rate_search):
+        made.cache_clear()
+    profile = replace(load_profile("smoke"), encoder=start)
+    monkeypatch.setattr(runs, "load_profile", lambda name: profile)
+    yield profile
+    for made in (systems.collections, systems.entries, systems.rate_search):
+        made.cache_clear()
+
+
+def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
+    committed = runs.RECORD.path(load_profile("open"))
+    before = committed.read_bytes() if committed.exists() else None
+    runs.main(["--seeds", "1"])
+    record = runs.RECORD.read(smoke)
+    asked = list(runs.trainings(smoke, (1,)))
+    assert {"SBERT (radiology)", "SBERT/HS/MB(128)", "MiniLM (MLM-tuned)", "BM25"} <= set(record["system"])
+    assert len(record.groupby(["system", "trained", "rate", "seed"])) == len(asked)
+    for training in asked:
+        rows = record[(record[list(training.key)] == pd.Series(training.key)).all(axis=1)]
+        measured = runs.values(smoke, training)
+        np.testing.assert_allclose(rows["value"], measured["value"], atol=1e-4)
+        assert rows[["query_id", "tested"]].to_numpy().tolist() == measured[["query_id", "tested"]].to_numpy().tolist()
+        assert training.trained not in set(measured["tested"])
+    capsys.readouterr()
+    runs.main(["--seeds", "1"])
+    assert "radiology.csv" not in capsys.readouterr().out  # nothing is made twice
+    with pytest.raises(SystemExit) as stop:
+        runs.main(["--check"])
+    assert stop.value.code == 1 and capsys.readouterr().out.count("not there") == 2  # the third seed
+    assert (committed.read_bytes() if committed.exists() else None) == before
+
+
+def test_rows_are_named_by_what_trained_them():
+    rows = [
+        ("SBERT/HS/MB(128)", "folds of A", 1e-5, 1, "A", 60.0),
+        ("SBERT/HS/MB(128)", "folds of A", 2e-5, 1, "A", 70.0),
+        ("SBERT/RS/NB(32)", "folds of A", 2e-5, 1, "A", 50.0),
+        ("SBERT (radiology)", "A", 2e-5, 2, "B", 50.0),
+        ("SBERT (radiology)", "IU X-ray", 2e-5, 2, "B", 50.0),
+        ("SBERT (radiology)", "A", 2e-5, 4, "B", 50.0),
+        ("MiniLM (MLM-tuned)", "B", 5e-5, 2, "IU X-ray", 50.0),
+    ]
+    found = pd.DataFrame(rows, columns=["system", "trained", "rate", "table", "tested", "value"])
+    named = runs._named(found.assign(metric="mAP", query_type="positive"), "SBERT/HS/MB(128)")["name"]
+    assert named.isna().tolist() == [True, False, False, False, False, False, True]
+    assert named[3:6].tolist() == ["SBERT (radiology)", "SBERT (trained on IU X-ray)", "SBERT (trained on A)"]
+
+
+def test_negative_less_positive_by_hand():
+    values = pd.DataFrame({"query_id": ["edema", "mass", "no edema", "no mass"], "value": [10.0, 20, 40, 50]})
+    row = retrieval.negative_less_positive(values, Resampling(200, 2000)).iloc[0]
+    assert row["ours"] == 30 and row["low"] <= 30 <= row["high"]
+    assert row["p"] == pytest.approx(1 / 3)  # of the six ways to call two of them negative, two are as extreme
