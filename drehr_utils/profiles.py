@@ -138,14 +138,14 @@ def _capr_systems(lists: StageConfig, cross: StageConfig, cdv: StageConfig, fine
 
 
 # The Cross-encoder reads each pair of a batch, so a batch of 32 would cost it 1,024 passages; it gets lists of 8. CDV
-# reads whole documents, so its batches are of few notes: 2 passages of each, and 8 where the sentence encoder trains.
+# reads whole documents, so its batches are of few notes: 4 passages of each, and 8 where the sentence encoder trains.
 # The steps are what an hour of one core allows in all; `open` trains one system, and shows `full`'s records.
 _LISTS = StageConfig(batch_size=32, epochs=50, max_steps=500, learning_rate=2e-4)
 _CAPR = CaprSizes(
     _capr_systems(
         _LISTS,
         replace(_LISTS, batch_size=8),
-        replace(_LISTS, max_steps=2000, learning_rate=1e-3, chunks_per_note=2),
+        replace(_LISTS, max_steps=2000, learning_rate=1e-3, chunks_per_note=4),
         replace(_LISTS, batch_size=16, max_steps=300, learning_rate=1e-4, chunks_per_note=8),
     )
 )

@@ -190,7 +190,9 @@ def with_all_names(pool: Sequence[Passage], graph: KnowledgeGraph) -> list[Passa
     def names(term: str) -> list[str]:
         return [term, *(name for concept in graph.cuis(term) for name in graph.synonyms(concept))]
 
-    return [replace(p, entities=tuple(dict.fromkeys(name for term in p.entities for name in names(term)))) for p in pool]
+    return [
+        replace(p, entities=tuple(dict.fromkeys(name for term in p.entities for name in names(term)))) for p in pool
+    ]
 
 
 def other_names_task(

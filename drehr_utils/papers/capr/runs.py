@@ -66,10 +66,10 @@ def recorded(profile: Profile) -> list[str]:
     return [name for name in systems.TRAINED if len(rows) and name in set(rows["system"])]
 
 
-def values(profile: Profile, name: str, task: str) -> pd.DataFrame:
-    """A recorded system's values on a task as medquad.recall_values; empty where it wasn't asked (no MedQuAD)."""
-    rows = RECORD.read(profile).query("system == @name and task == @task and metric in @medquad.METRICS")
-    rows = rows[["search_id", "metric", "value"]].assign(query_id=rows["search_id"], query_type="")
+def values(profile: Profile, name: str, task: str, data: medquad.MedQuad) -> pd.DataFrame:
+    """A recorded system's values on a task, `data`, as medquad.recall_values; empty where it wasn't asked."""
+    rows = RECORD.read(profile).query("system == @name and task == @task and search_id in @data.aspects")
+    rows = rows.assign(query_id=rows["search_id"], query_type=rows["search_id"].map(data.aspects))
     return rows[["search_id", "query_id", "query_type", "metric", "value"]].reset_index(drop=True)
 
 

@@ -222,14 +222,14 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
     values = {(n, "T"): recall_frame(h) for n, h in {"all": [1] * 40, "half": half, "none": [0] * 40}.items()}
     values |= {("none", "U"): recall_frame(half[:39]), ("all", "U"): recall_frame([1] * 40)}
     pairs = [("all", "half"), ("half", "all"), ("none", "all"), ("half", "half"), ("all", "none")]
-    paper = {("all", "T"): 70.0, ("half", "T"): 60.5}
+    paper = {("all", "T", "R@1"): 70.0, ("half", "T", "R@1"): 60.5}
     found = comparisons(values, pairs, ["T", "U"], paper, Resampling())
     assert found["task"].tolist() == ["T"] * 5 + ["U"] * 2  # where both were measured
     assert found["paper"].tolist()[:2] == [9.5, -9.5] and found["paper"].isna().tolist()[2:3] == [True]
     assert found["ours"].tolist()[:4] == [50.0, -50.0, -100.0, 0.0] and found["p"][0] < 0.001
     # The second claim holds since the paper too has its first system below; the third reverses: it has no figure.
     assert found["verdict"].tolist()[:4] == ["holds", "holds", "reversed", "not shown"]
-    below = comparisons(values, pairs[:1], ["T"], {("all", "T"): 1.0, ("half", "T"): 2.0}, Resampling())
+    below = comparisons(values, pairs[:1], ["T"], {("all", "T", "R@1"): 1.0, ("half", "T", "R@1"): 2.0}, Resampling())
     assert below["verdict"].tolist() == ["reversed"]
     assert found["ours"].iloc[-1] == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of the 39 that both answered
 
