@@ -203,9 +203,9 @@ def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, ou
     rounds = encoders.has_fast_bf16() and not torch.cuda.is_available()
 
     def loss(model: nn.Module, inputs: dict) -> torch.Tensor:
-        # On a CPU encoders' weights are rounded once a step, as encoders.Rounded does: two thirds of the time.
-        named = model.named_parameters() if rounds else ()
-        rounded = {name: weight.bfloat16() for name, weight in named if name.startswith("encoder")}
+        # On a CPU trained encoders' weights are rounded once a step, as encoders.Rounded does: two thirds of the time.
+        named = [(n, w) for n, w in model.named_parameters() if n.startswith("encoder") and w.requires_grad]
+        rounded = {name: weight.bfloat16() for name, weight in named if rounds}
         scores = functional_call(model, rounded, (inputs["queries"], inputs["passages"]))
         return models.listwise_loss(scores.float())
 
