@@ -171,6 +171,8 @@ class CaprSizes:
     test_passages: int | None = 600  # the candidates' pool, a random sample of the held-out passages (None: all)
     medquad_queries: int = 120  # of MedQuAD's, a random sample that the encoders re-rank
     costly_queries: int = 40  # the part of it for systems that read pairs, or whole documents
+    other_names: int = 1000  # queries by another name of the passage's entity
+    costly_names: int = 150  # the part of them for the Cross-encoder
     latency_passages: tuple[int, ...] = (16, 64, 256, 1024)
     latency_limit: int = 256  # for the Cross-encoder
     passage_rows: int | None = None  # training passages, the first so many (None: all)

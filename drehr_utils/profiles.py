@@ -138,15 +138,19 @@ def _capr_systems(lists: StageConfig, cross: StageConfig, cdv: StageConfig, fine
 
 
 # The Cross-encoder reads each pair of a batch, so a batch of 32 would cost it 1,024 passages; it gets lists of 8. CDV
-# reads whole documents, so its batches are of few notes: 2 passages of each, and 4 where the sentence encoder trains.
-_LISTS = StageConfig(batch_size=32, epochs=50, max_steps=30, learning_rate=2e-4)
+# reads whole documents, so its batches are of few notes: 4 passages of each, and 8 where the sentence encoder trains.
+# The steps are what an hour of one core allows in all; `open` trains one system, and shows `full`'s records.
+_LISTS = StageConfig(batch_size=32, epochs=50, max_steps=500, learning_rate=2e-4)
 _CAPR = CaprSizes(
     _capr_systems(
         _LISTS,
-        replace(_LISTS, batch_size=8, max_steps=40),
-        replace(_LISTS, max_steps=100, learning_rate=1e-3, chunks_per_note=2),
-        replace(_LISTS, max_steps=10, learning_rate=1e-4, chunks_per_note=4),
+        replace(_LISTS, batch_size=8),
+        replace(_LISTS, max_steps=2000, learning_rate=1e-3, chunks_per_note=4),
+        replace(_LISTS, batch_size=16, max_steps=300, learning_rate=1e-4, chunks_per_note=8),
     )
+)
+_CAPR_SHORT = replace(
+    _CAPR, systems=(CaprSystem(START, "start"), CaprSystem("CAPR-Bi", "bi", replace(_LISTS, max_steps=30)))
 )
 
 
@@ -170,7 +174,7 @@ _OPEN = Profile(
     ),
     improved=Recipe(stage2=_IMPROVED_STAGE2, read_names=True),
     kg=KgSizes(_PAIRS, replace(_PAIRS, learning_rate=3e-4), max_concepts=2000),
-    capr=_CAPR,
+    capr=_CAPR_SHORT,
     # The rate: the best of 5e-5, 1e-4 and 2e-4 on A's folds at so few steps.
     radiology=_radiology(TripletConfig(max_steps=18), replace(_MLM, max_steps=60), (5e-5,)),
 )
@@ -192,6 +196,7 @@ _FULL = replace(
     published=Recipe(replace(_OPEN.published.stage1, epochs=10), replace(_OPEN.published.stage2, epochs=10)),
     improved=replace(_OPEN.improved, stage2=replace(_IMPROVED_STAGE2, epochs=6)),
     ablation_share=0.5,
+    capr=_CAPR,
     radiology=_FULL_RADIOLOGY,
 )
 
@@ -234,6 +239,8 @@ _SMOKE = replace(
         test_passages=40,
         medquad_queries=6,
         costly_queries=4,
+        other_names=12,
+        costly_names=4,
         latency_passages=(4, 16),
         latency_limit=16,
         passage_rows=24,
@@ -304,6 +311,8 @@ _MIMIC = Profile(
         test_passages=None,
         medquad_queries=3293,
         costly_queries=3293,
+        other_names=5000,
+        costly_names=5000,
         latency_passages=(16, 64, 256, 1024, 2048),
         latency_limit=2048,
     ),

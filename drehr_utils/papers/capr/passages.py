@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from drehr_utils.data.notes import Note, clean
 from drehr_utils.evaluation.medquad import MedQuad
+from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
 
 # aspect -> its headings: MIMIC-IV's discharge template, and MIMIC-III's wordings of the same.
@@ -181,6 +182,64 @@ def retrieval_task(
         others = rng.choice(len(pool) - 1, min(n_candidates, len(pool)) - 1, replace=False)
         candidates.append([target, *(others + (others >= target))])  # positions after the target move up by one
     return data, np.array(candidates)
+
+
+def with_all_names(pool: Sequence[Passage], graph: KnowledgeGraph) -> list[Passage]:
+    """The passages with their entities by every name that the graph has of them, their own first."""
+
+    def names(term: str) -> list[str]:
+        return [term, *(name for concept in graph.cuis(term) for name in graph.synonyms(concept))]
+
+    return [
+        replace(p, entities=tuple(dict.fromkeys(name for term in p.entities for name in names(term)))) for p in pool
+    ]
+
+
+def other_names_task(
+    pool: Sequence[Passage], graph: KnowledgeGraph, n_queries: int, n_candidates: int = 64, seed: int = 0
+) -> tuple[MedQuad, list[Passage], np.ndarray]:
+    """`retrieval_task` where a word's match doesn't help and half an answer is at hand: queries, `with_all_names`' pool
+    and each query's candidate positions [queries, candidates]. Ours; the paper has nothing like it.
+
+    A query names an entity of a random passage by another of its names that the passage doesn't have, the graph's usual
+    names rather than its rare ones. Up to a third of its candidates have the entity, by whatever name, under another
+    aspect (at least one does, so that the aspect is needed), and up to a third the aspect with other entities; the
+    others are random."""
+    rng, named = np.random.default_rng(seed), with_all_names(pool, graph)
+    at: dict[str, list[int]] = defaultdict(list)  # name -> the passages that have its entity
+    for i, passage in enumerate(named):
+        for name in passage.entities:
+            at[name].append(i)
+    data, candidates = MedQuad({}, {}, {p.id: p.text for p in pool}, {}), []
+    for i in rng.permutation(len(pool)).tolist():
+        aspect, third = pool[i].aspect, (n_candidates - 1) // 3
+        for name in _other_names(pool[i], graph, rng):
+            elsewhere = [j for j in at[name] if pool[j].aspect != aspect]
+            if elsewhere and query_text(name, aspect) not in data.queries.values():
+                alike = [j for j in range(len(pool)) if pool[j].aspect == aspect and j not in at[name]]
+                chosen = [i, *rng.permutation(elsewhere)[:third], *rng.permutation(alike)[:third]]
+                rest = rng.permutation(np.setdiff1d(np.arange(len(pool)), chosen))
+                candidates.append([*chosen, *rest][:n_candidates])
+                query_id = f"n{len(data.queries)}"
+                data.queries[query_id], data.aspects[query_id] = query_text(name, aspect), aspect
+                data.qrels[query_id] = {pool[j].id: 1 for j in at[name] if pool[j].aspect == aspect}
+                break  # one query a passage
+        if len(candidates) == n_queries:
+            break
+    return data, named, np.array(candidates)
+
+
+def _other_names(passage: Passage, graph: KnowledgeGraph, rng: np.random.Generator) -> list[str]:
+    """Of each entity that names one concept one other name, which names no other concept and isn't in the text; in
+    random order. The n-th that fits is drawn with weight 1 / n: graphs list the usual names first."""
+    found = []
+    for term in rng.permutation(passage.entities).tolist():
+        names = graph.synonyms(concepts[0]) if len(concepts := graph.cuis(term)) == 1 else []
+        names = [name for name in names if len(graph.cuis(name)) == 1 and name not in passage.text and len(name) > 2]
+        if names:
+            weights = 1 / np.arange(1, len(names) + 1)
+            found.append(names[rng.choice(len(names), p=weights / weights.sum())])
+    return found
 
 
 def question_aspect(question: str) -> str | None:

@@ -16,6 +16,7 @@ from drehr_utils.evaluation.claims import verdict
 from drehr_utils.evaluation.medquad import MedQuad, best_first
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import Passage
+from drehr_utils.papers.capr.systems import Task
 from drehr_utils.profiles import Profile
 from drehr_utils.search.bm25 import BM25
 
@@ -30,25 +31,37 @@ def comparisons(
     values: Mapping[tuple[str, str], pd.DataFrame],
     pairs: Iterable[tuple[str, str]],
     tasks: Iterable[str],
-    paper: Mapping[tuple[str, str], float],
+    paper: Mapping[tuple[str, str, str], float],
     resampling: Resampling,
 ) -> pd.DataFrame:
-    """One row a task and pair of systems, of those measured there: does the first beat the second in R@1?
+    """One row a task, pair of systems and metric, of those measured there: does the first beat the second?
 
-    `values`: per-query values (medquad.recall_values) of (system, task); `paper`: the paper's R@1 of (system, task).
-    Returns `task, first, second, ours, low, high, paper, p, verdict`: differences in points, on the queries that both
-    answered, with their 95% interval, and the paired randomization test's p. The verdict is on the paper's own finding:
-    where its figures have `first` below `second`, that is what may hold here; where it has none, that it is above."""
+    `values`: per-query values (medquad.recall_values) of (system, task); `paper`: its value of (system, task, metric).
+    Returns `task, first, second, metric, ours, low, high, paper, p, verdict`: differences in points, on the queries
+    that both answered, with their 95% interval, and the paired randomization test's p. The verdict is on the paper's
+    own finding: where its figures have `first` below `second`, that is what may hold here; where it has none, that it
+    is above."""
     rows = []
     for task, (first, second) in itertools.product(tasks, pairs):
         if {(first, task), (second, task)} <= values.keys():
             both = common(values[first, task], values[second, task])
-            gain = intervals.gain_rows(first, "", task, *both, resampling).set_index("metric").loc["R@1"]
-            printed = paper.get((first, task), math.nan) - paper.get((second, task), math.nan)
-            said = verdict(gain, -1 if printed < 0 else 1)
-            rows.append((task, first, second, *gain[["ours", "low", "high"]], printed, gain["p"], said))
-    columns = ["task", "first", "second", "ours", "low", "high", "paper", "p", "verdict"]
+            for metric, gain in intervals.gain_rows(first, "", task, *both, resampling).set_index("metric").iterrows():
+                printed = paper.get((first, task, metric), math.nan) - paper.get((second, task, metric), math.nan)
+                said = verdict(gain, -1 if printed < 0 else 1)
+                rows.append((task, first, second, metric, *gain[["ours", "low", "high"]], printed, gain["p"], said))
+    columns = ["task", "first", "second", "metric", "ours", "low", "high", "paper", "p", "verdict"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def label_counts(task: Task) -> pd.DataFrame:
+    """Of each query's candidates how many are `answers`, how many have its `entity`, its `aspect`, and `all`."""
+    data, ids, rows = task.data, list(task.data.passages), []
+    for (query_id, text), row in zip(data.queries.items(), task.candidates, strict=True):
+        entity, aspect = text.rsplit(" ; ", 1)
+        found = [(ids[c] in data.qrels[query_id], task.pool[c]) for c in row]
+        has = [(right, entity in passage.entities, passage.aspect == aspect, True) for right, passage in found]
+        rows.append(np.sum(has, axis=0))
+    return pd.DataFrame(rows, columns=["answers", "entity", "aspect", "all"])
 
 
 def mistakes(data: MedQuad, pool: Sequence[Passage], candidates: np.ndarray, scores: np.ndarray) -> pd.Series:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import faiss
 import numpy as np
@@ -15,20 +16,33 @@ import pandas as pd
 import safetensors.torch
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from drehr_utils import artifacts, errors, pipeline
 from drehr_utils.config import CaprSystem, StageConfig
+from drehr_utils.data.notes import clean
+from drehr_utils.evaluation import medquad
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
 from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, LongEncoder, PolyEncoder
-from drehr_utils.papers.capr.passages import Passage, note_passages, query_text, retrieval_task
+from drehr_utils.papers.capr.passages import (
+    Passage,
+    medquad_passages,
+    note_passages,
+    other_names_task,
+    query_text,
+    retrieval_task,
+)
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders, sampling, trainer
 
 START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
+TRAINED = (CDV, CDV_FINETUNE, BI_SHARED, BI, POLY, CROSS)  # in Table 3's order
+HELD_OUT, OTHER_NAMES, MEDQUAD = "MIMIC-III", "other names", "MedQuAD"  # tasks; the first stands for the paper's
+HALVES = ("entity alone", "aspect alone")  # of the held-out task's queries
 
 
 @cache
@@ -54,18 +68,87 @@ def _digest(texts: Sequence[Passage]) -> str:
     return artifacts.digest([replace(p, document=()) for p in texts], list(documents))
 
 
-def held_out(profile: Profile) -> tuple[MedQuad, list[Passage], np.ndarray]:
-    """The task on the test notes: queries, the pool of passages, and each query's candidates (positions in the pool).
+class Task(NamedTuple):
+    """Queries, the pool of passages, and each query's candidates (positions in the pool, [queries, candidates])."""
 
-    Raises DataError where none of their passages is labelled."""
-    size = profile.capr
+    data: MedQuad
+    pool: list[Passage]
+    candidates: np.ndarray
+
+    def sample(self, n: int, seed: int) -> Task:
+        """n random queries and the passages that are candidates of theirs."""
+        rows = np.sort(np.random.default_rng(seed).permutation(len(self.data.queries))[:n])
+        used, places = np.unique(self.candidates[rows], return_inverse=True)
+        places = places.reshape(len(rows), -1)
+        return Task(self.data.part(rows, used), [self.pool[i] for i in used], places)
+
+
+def _labelled_test_passages(profile: Profile) -> list[Passage]:
     pool = [p for p in passages(profile, "test") if p.labelled]
     if not pool:
         raise errors.DataError("CAPR: no test passage has an entity and an aspect; check the notes' headings")
+    return pool
+
+
+def held_out(profile: Profile) -> Task:
+    """The task on the test notes, of a random sample of their labelled passages.
+
+    Raises DataError where none of their passages is labelled."""
+    size, pool = profile.capr, _labelled_test_passages(profile)
     chosen = np.sort(np.random.default_rng(profile.seed).permutation(len(pool))[: size.test_passages])
     pool = [pool[i] for i in chosen]
     data, candidates = retrieval_task(pool, size.test_queries, size.n_candidates, profile.seed)
-    return data, pool, candidates
+    return Task(data, pool, candidates)
+
+
+@cache
+def other_names(profile: Profile) -> Task:
+    """The harder task on the same notes, of all their labelled passages (passages.other_names_task)."""
+    size, pool = profile.capr, _labelled_test_passages(profile)
+    graph = pipeline.knowledge_graph(profile)
+    return Task(*other_names_task(pool, graph, size.other_names, size.n_candidates, profile.seed))
+
+
+@cache
+def medquad_data(profile: Profile) -> MedQuad | None:
+    """MedQuAD's test split with queries in CAPR's form, "entity ; aspect"; None where the data aren't at hand."""
+    data = medquad.load_medquad()
+    if data is None:
+        return None
+    if profile.max_eval_patients:
+        data = data.head(20 * profile.max_eval_patients)
+    entity_of = {q: clean(text.removesuffix(f" {data.aspects[q]}")) for q, text in data.queries.items()}
+    return replace(data, queries={q: query_text(e, data.aspects[q]) for q, e in entity_of.items()})
+
+
+@cache
+def medquad_task(profile: Profile) -> Task | None:
+    """A random sample of MedQuAD's queries, with BM25's candidates and what the encoders read of their passages."""
+    data, size = medquad_data(profile), profile.capr
+    if data is None:
+        return None
+    candidates = medquad.medquad_candidates(data, medquad.term_scores(data, "BM25"), size.n_candidates)
+    cut = medquad_passages(data, size.passage_words)  # amid their whole documents
+    return Task(data, cut, candidates).sample(size.medquad_queries, profile.seed)
+
+
+def tasks(profile: Profile, name: str) -> dict[str, Task]:
+    """What a system is asked: fewer queries of the long tasks where it reads pairs or, of MedQuAD, whole documents."""
+    size, found = profile.capr, {HELD_OUT: held_out(profile), OTHER_NAMES: other_names(profile)}
+    if name == CROSS:
+        found[OTHER_NAMES] = found[OTHER_NAMES].sample(size.costly_names, profile.seed)
+    if (task := medquad_task(profile)) is not None:
+        found[MEDQUAD] = task.sample(size.costly_queries, profile.seed) if name in (CROSS, CDV, CDV_FINETUNE) else task
+    return found
+
+
+def halves(task: Task) -> dict[str, Task]:
+    """The task with half of each query, the entity or the aspect."""
+    asked = {q: text.rsplit(" ; ", 1) for q, text in task.data.queries.items()}
+    entities = {q: query_text(entity, "") for q, (entity, _) in asked.items()}
+    aspects = {q: query_text("", aspect) for q, (_, aspect) in asked.items()}
+    parts = zip(HALVES, (entities, aspects), strict=True)
+    return {half: task._replace(data=replace(task.data, queries=queries)) for half, queries in parts}
 
 
 def build(profile: Profile, system: CaprSystem) -> nn.Module:
@@ -73,8 +156,8 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
     size = profile.capr
     lengths = dict(query_tokens=size.query_tokens, passage_tokens=size.passage_tokens)
 
-    def start(pooling: str | None = profile.pooling):
-        return encoders.load_encoder(system.encoder or profile.encoder, pooling)
+    def start():
+        return encoders.load_encoder(system.encoder or profile.encoder, profile.pooling)
 
     torch.manual_seed(profile.seed)  # of the weights that start at random
     makers: dict[str, Callable[[], nn.Module]] = {
@@ -83,7 +166,7 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "bi": lambda: BiEncoder(start(), start(), **lengths),
         "poly": lambda: PolyEncoder(start(), start(), **lengths),
         "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
-        "cdv": lambda: ContextualDocumentVectors(start("mean"), start()),
+        "cdv": lambda: ContextualDocumentVectors(start(), start()),
         "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),
         "longformer-bi": lambda: LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
         "longformer-poly": lambda: LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),
@@ -117,8 +200,14 @@ def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, ou
     schedule = sampling.batch_schedule([p.document_id for p in labelled], config)
     pairs = QueryPassagePairs(labelled, config.seed)
 
+    rounds = encoders.has_fast_bf16() and not torch.cuda.is_available()
+
     def loss(model: nn.Module, inputs: dict) -> torch.Tensor:
-        return models.listwise_loss(model(inputs["queries"], inputs["passages"]).float())
+        # On a CPU trained encoders' weights are rounded once a step, as encoders.Rounded does: two thirds of the time.
+        named = [(n, w) for n, w in model.named_parameters() if n.startswith("encoder") and w.requires_grad]
+        rounded = {name: weight.bfloat16() for name, weight in named if rounds}
+        scores = functional_call(model, rounded, (inputs["queries"], inputs["passages"]))
+        return models.listwise_loss(scores.float())
 
     return trainer.train(model, pairs, schedule, _collate, loss, config, output, **options)[["step", "loss"]]
 
@@ -240,7 +329,8 @@ def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame
     def measure() -> pd.DataFrame:
         query, rows = query_text("chest pain", "history of present illness"), []
         for name in (BI, POLY, CROSS):
-            model, repeats = trained_model(profile, name)[0], 3 if name == CROSS else 30
+            kind = name.removeprefix("CAPR-").lower()  # untrained: time doesn't depend on the weights' values
+            model, repeats = build(profile, CaprSystem(name, kind)), 3 if name == CROSS else 30
             for n in size.latency_passages:
                 if name != CROSS or n <= size.latency_limit:
                     rows.append((name, n, latency(model, query, texts, n, repeats)))

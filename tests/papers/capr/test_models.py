@@ -11,6 +11,7 @@ from transformers import LongformerConfig, LongformerModel
 from drehr_utils.config import MINILM, StageConfig
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.models import (
+    LSTM_DIM,
     PASSAGE_MARK,
     QUERY_MARK,
     SCALE,
@@ -49,6 +50,13 @@ def start():
 
 def fresh():
     return encoders.load_encoder(MINILM)
+
+
+def as_if_trained(cdv: ContextualDocumentVectors) -> ContextualDocumentVectors:
+    """With heads as after some training: at first they add nothing."""
+    for weight in cdv.heads.parameters():
+        nn.init.normal_(weight, std=0.02)
+    return cdv
 
 
 def test_equation_1_is_torchs_cross_entropy_and_a_hand_worked_value():
@@ -150,7 +158,7 @@ def test_cross_encoder_reads_pairs_in_any_order(start):
 
 def test_cdv_reads_the_document_around_a_passage_and_scores_the_mean_cosine(start):
     torch.manual_seed(0)
-    model = ContextualDocumentVectors(start, start).eval()
+    model = as_if_trained(ContextualDocumentVectors(start, start)).eval()
     own = passages()[0]
     other = replace(own, document=("atrial fibrillation.", *own.document), start=1, end=2)
     assert other.text == own.text
@@ -158,21 +166,32 @@ def test_cdv_reads_the_document_around_a_passage_and_scores_the_mean_cosine(star
     assert not torch.allclose(vectors[0], vectors[1], atol=1e-4)
     # By hand: one document through the LSTM, its two heads, mean of the cosines over the third passage's sentences.
     sentences = torch.from_numpy(encoders.encode(start, SENTENCES))
-    hidden = model.lstm(sentences[None])[0][0]
-    entity, aspect = (nn.functional.normalize(head(hidden), dim=1)[2:4] for head in model.heads)
+    torchs = nn.LSTM(sentences.shape[1], LSTM_DIM, bidirectional=True)
+    there, back = (lstm.state_dict() for lstm in model.lstms)
+    torchs.load_state_dict(there | {f"{name}_reverse": weight for name, weight in back.items()})
+    hidden = torchs(sentences)[0]
+    entity, aspect = (nn.functional.normalize(sentences + head(hidden), dim=1)[2:4] for head in model.heads)
     e, a = (torch.from_numpy(encoders.encode(start, [text])) for text in ("wheeze", "physical exam"))
     expected = SCALE * ((entity @ e.T + aspect @ a.T) / 2).mean()
     torch.testing.assert_close(model([QUERIES[2]], [passages()[2]])[0, 0], expected, atol=1e-3, rtol=1e-3)
 
 
+def test_cdv_starts_as_the_mean_cosine_of_the_encoders_sentences(start):
+    model = ContextualDocumentVectors(start, start).eval()
+    sentences = torch.from_numpy(encoders.encode(start, SENTENCES))[2:4]  # the third passage's
+    e, a = (torch.from_numpy(encoders.encode(start, [text])) for text in ("wheeze", "physical exam"))
+    expected = SCALE * ((sentences @ e.T + sentences @ a.T) / 2).mean()
+    torch.testing.assert_close(model([QUERIES[2]], [passages()[2]])[0, 0], expected, atol=1e-3, rtol=1e-3)
+
+
 def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():
     for frozen in (True, False):
-        model = ContextualDocumentVectors(fresh(), fresh(), frozen=frozen)
+        model = as_if_trained(ContextualDocumentVectors(fresh(), fresh(), frozen=frozen))
         listwise_loss(model(QUERIES, passages())).backward()
         moved = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.encoder.parameters()]
         assert any(moved) is not frozen
-        assert model.lstm.weight_ih_l0.grad.abs().sum() > 0
-        assert {name.split(".")[0] for name in model.state_dict()} == {"encoder", "lstm", "heads"}  # no query encoder
+        assert all(lstm.weight_ih_l0.grad.abs().sum() > 0 for lstm in model.lstms)
+        assert {name.split(".")[0] for name in model.state_dict()} == {"encoder", "lstms", "heads"}  # no query encoder
         assert model.train().training and model.encoder.training is not frozen
 
 

@@ -11,17 +11,19 @@ from drehr_utils.config import Resampling
 from drehr_utils.data.notes import Note
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.evaluation.tables import paper_figures
+from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import (
     Passage,
     medquad_passages,
     note_passages,
+    other_names_task,
     question_aspect,
     retrieval_task,
     split_sentences,
 )
-from drehr_utils.papers.capr.report import comparisons, mistakes, near, ranked, scores_of, telling
+from drehr_utils.papers.capr.report import comparisons, label_counts, mistakes, near, ranked, scores_of, telling
 from drehr_utils.profiles import load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
@@ -134,6 +136,48 @@ def test_task_has_its_passage_among_the_candidates_and_labels_as_relevance():
         retrieval_task(miniature(), 3)
 
 
+def graph_of(*concepts: tuple[str, ...]) -> KnowledgeGraph:
+    graph = KnowledgeGraph()
+    for i, names in enumerate(concepts):
+        for name in names:
+            graph.add_term(f"C{i}", name)
+    return graph
+
+
+def labelled(*labels: tuple[str, str]) -> list[Passage]:
+    """Passages of one entity each, (aspect, the entity by the name that the text has)."""
+    return [Passage(f"p{i}", "d", aspect, (name,), (f"{name}.",), 0, 1) for i, (aspect, name) in enumerate(labels)]
+
+
+def test_a_query_by_another_name_finds_its_passage_among_halves_of_it():
+    pool = labelled(
+        ("plan", "tylenol"), ("allergies", "paracetamol"), ("plan", "gout"), ("plan", "paracetamol"), ("plan", "ms")
+    )
+    graph = graph_of(("tylenol", "paracetamol"), ("gout", "podagra"), ("ms", "sclerosis"), ("ms", "morphine"))
+    data, named, candidates = other_names_task(pool, graph, 30, 5)
+    # Gout is under no other aspect, and "ms" names two concepts.
+    by_hand = {"paracetamol ; plan": {"p0", "p3"}, "tylenol ; allergies": {"p1"}, "tylenol ; plan": {"p0", "p3"}}
+    found = {text: set(data.qrels[q]) for q, text in data.queries.items()}
+    assert found == by_hand and candidates.shape == (3, 5)
+    assert [sorted(row) for row in candidates.tolist()] == [[0, 1, 2, 3, 4]] * 3
+    assert named[0].entities == ("tylenol", "paracetamol") and named[4].entities == ("ms", "sclerosis", "morphine")
+    counts = label_counts(systems.Task(data, named, candidates))
+    at = list(data.queries.values()).index("tylenol ; allergies")
+    assert counts.loc[at].tolist() == [1, 3, 1, 5]  # answers, with the entity by any name, with the aspect, all
+
+
+def test_candidates_by_another_name_are_a_third_and_a_third():
+    pool = labelled(*[("plan", "tylenol"), ("plan", "gout"), ("history", "acetaminophen"), ("history", "gout")] * 30)
+    graph = graph_of(("tylenol", "paracetamol", "acetaminophen"), ("gout",))
+    data, named, candidates = other_names_task(pool, graph, 2, 31, seed=1)
+    for row, (query_id, text) in zip(candidates.tolist(), data.queries.items(), strict=True):
+        name, aspect = text.split(" ; ")
+        assert named[row[0]].id in data.qrels[query_id] and name not in named[row[0]].text and len(set(row)) == 31
+        assert all(named[i].aspect != aspect and name in named[i].entities for i in row[1:11])
+        assert all(named[i].aspect == aspect and name not in named[i].entities for i in row[11:21])
+    assert (other_names_task(pool, graph, 2, 31, seed=1)[2] == candidates).all()
+
+
 def test_mistakes_by_hand():
     labels = [("a", "x"), ("a", "y"), ("b", "x"), ("c", "z")]  # aspect, entity
     pool = [Passage(f"p{i}", "d", aspect, (entity,), ("s",), 0, 1) for i, (aspect, entity) in enumerate(labels)]
@@ -206,9 +250,19 @@ def test_no_held_out_patient_is_in_training():
     seen = {s: {patient[p.document_id] for p in systems.passages(profile, s)} for s in ("train", "dev", "test")}
     assert all(seen.values())
     assert not seen["train"] & (seen["dev"] | seen["test"]) and not seen["dev"] & seen["test"]
-    data, pool, candidates = systems.held_out(profile)
-    assert {patient[p.document_id] for p in pool} <= seen["test"] and candidates.max() < len(pool)
-    assert list(data.passages.values()) == [p.text for p in pool]
+    for data, pool, candidates in (systems.held_out(profile), systems.other_names(profile)):
+        assert {patient[p.document_id] for p in pool} <= seen["test"] and candidates.max() < len(pool)
+        assert list(data.passages.values()) == [p.text for p in pool] and len(candidates) == len(data.queries) > 0
+
+
+def test_a_sample_asks_the_same_of_the_same_passages():
+    task = systems.other_names(load_profile("smoke"))
+    part, ids = task.sample(3, seed=0), list(task.data.passages)
+    assert len(part.data.queries) == 3 and list(part.data.passages) == [p.id for p in part.pool]
+    for query, row in zip(part.data.queries, part.candidates, strict=True):
+        whole = task.candidates[list(task.data.queries).index(query)]
+        assert [part.pool[c].id for c in row] == [ids[c] for c in whole]
+        assert part.data.queries[query] == task.data.queries[query]
 
 
 def recall_frame(hits: list[int]) -> pd.DataFrame:
@@ -222,14 +276,14 @@ def test_claims_are_judged_by_the_paired_test_and_set_beside_the_papers():
     values = {(n, "T"): recall_frame(h) for n, h in {"all": [1] * 40, "half": half, "none": [0] * 40}.items()}
     values |= {("none", "U"): recall_frame(half[:39]), ("all", "U"): recall_frame([1] * 40)}
     pairs = [("all", "half"), ("half", "all"), ("none", "all"), ("half", "half"), ("all", "none")]
-    paper = {("all", "T"): 70.0, ("half", "T"): 60.5}
+    paper = {("all", "T", "R@1"): 70.0, ("half", "T", "R@1"): 60.5}
     found = comparisons(values, pairs, ["T", "U"], paper, Resampling())
     assert found["task"].tolist() == ["T"] * 5 + ["U"] * 2  # where both were measured
     assert found["paper"].tolist()[:2] == [9.5, -9.5] and found["paper"].isna().tolist()[2:3] == [True]
     assert found["ours"].tolist()[:4] == [50.0, -50.0, -100.0, 0.0] and found["p"][0] < 0.001
     # The second claim holds since the paper too has its first system below; the third reverses: it has no figure.
     assert found["verdict"].tolist()[:4] == ["holds", "holds", "reversed", "not shown"]
-    below = comparisons(values, pairs[:1], ["T"], {("all", "T"): 1.0, ("half", "T"): 2.0}, Resampling())
+    below = comparisons(values, pairs[:1], ["T"], {("all", "T", "R@1"): 1.0, ("half", "T", "R@1"): 2.0}, Resampling())
     assert below["verdict"].tolist() == ["reversed"]
     assert found["ours"].iloc[-1] == pytest.approx(100 * 39 / 39 - 100 * 20 / 39)  # of the 39 that both answered
 

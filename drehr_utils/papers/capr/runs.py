@@ -1,0 +1,121 @@
+"""Records of CAPR's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
+
+    python -m drehr_utils.papers.capr.runs                       # all that the record lacks: an hour of one core
+    python -m drehr_utils.papers.capr.runs --only CAPR-Bi CDV
+    python -m drehr_utils.papers.capr.runs --check               # which systems' rows are of another recipe or data
+
+data/runs/capr.csv.gz has a row a system, task, search and metric: each query's recalls (numbers, no text), what wrong
+first passages share with their queries (§4.5), and training's losses, by step. A training that was cut off goes on from
+its last checkpoint: start it in a clone of its own, where no edit makes it another, and copy data/runs from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pandas as pd
+
+from drehr_utils import artifacts
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import medquad
+from drehr_utils.evaluation.records import Record
+from drehr_utils.papers.capr import report, systems
+from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.training import encoders
+
+RECORD = Record("runs/capr.csv.gz")
+TRAINING, ALL = "training", "all"  # the task of losses; the search of what is about all of a task's searches
+SAVE_STEPS = 100  # a checkpoint of two encoders is half a gigabyte
+
+
+def digest(profile: Profile, name: str) -> str:
+    """Of a system's recipe, what it is trained on and started from, and what it is asked; not of the code."""
+    size, system = profile.capr, profile.capr.system(name)
+    first = system.after and size.system(system.after)
+    lengths = [size.passage_tokens, size.query_tokens, profile.pooling, profile.seed]
+    found = systems.tasks(profile, name)
+    asked = [[list(t.data.queries.values()), t.candidates] for task, t in found.items() if task != systems.MEDQUAD]
+    start = encoders.identity(system.encoder or profile.encoder)
+    return artifacts.digest(system, first, lengths, start, systems.training_passages(profile)[1], asked)
+
+
+def measured(profile: Profile, name: str) -> pd.DataFrame:
+    """`task, search_id, metric, value` of a system, trained where its weights aren't in the cache, with its budget."""
+    _, curve, _ = systems.trained_model(profile, name)
+    steps = curve.rename(columns={"step": "search_id", "loss": "value"})
+    rows = [steps.assign(task=TRAINING, metric="loss")]
+    for task, asked in systems.tasks(profile, name).items():
+        scores = systems.scored(profile, name, task, *asked)
+        rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=task))
+        if task != systems.MEDQUAD:  # its passages have no labels
+            shared = report.mistakes(asked.data, asked.pool, asked.candidates, scores)
+            rows.append(pd.DataFrame({"task": task, "search_id": ALL, "metric": shared.index, "value": shared.values}))
+    if name != systems.CROSS:  # it would read all pairs twice more
+        for half, asked in systems.halves(systems.held_out(profile)).items():
+            scores = systems.scored(profile, name, half, *asked)
+            rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=half))
+    config = profile.capr.system(name).config
+    budget = {"steps": len(curve), "pairs": len(curve) * config.batch_size, "seed": config.seed}
+    return pd.concat(rows, ignore_index=True)[["task", "search_id", "metric", "value"]].assign(**budget)
+
+
+def recorded(profile: Profile) -> list[str]:
+    """The systems that have a record where a run of the profile looks for it: a short one's, in place of its own."""
+    rows = RECORD.read(profile) if profile.short else pd.DataFrame()
+    return [name for name in systems.TRAINED if len(rows) and name in set(rows["system"])]
+
+
+def values(profile: Profile, name: str, task: str, data: medquad.MedQuad) -> pd.DataFrame:
+    """A recorded system's values on a task, `data`, as medquad.recall_values; empty where it wasn't asked."""
+    rows = RECORD.read(profile).query("system == @name and task == @task and search_id in @data.aspects")
+    rows = rows.assign(query_id=rows["search_id"], query_type=rows["search_id"].map(data.aspects))
+    return rows[["search_id", "query_id", "query_type", "metric", "value"]].reset_index(drop=True)
+
+
+def mistakes(profile: Profile, name: str, task: str = systems.HELD_OUT) -> pd.Series:
+    """report.mistakes of a recorded system."""
+    rows = RECORD.read(profile).query("system == @name and task == @task and search_id == @ALL")
+    return rows.set_index("metric")["value"].fillna(0.0)
+
+
+def curve(profile: Profile, name: str) -> pd.DataFrame:
+    """A recorded system's `step, loss`."""
+    rows = RECORD.read(profile).query("system == @name and task == @TRAINING")
+    return pd.DataFrame({"step": rows["search_id"].astype(int), "loss": rows["value"]}).reset_index(drop=True)
+
+
+def budgets(profile: Profile) -> pd.DataFrame:
+    """`steps, pairs, minutes, date, machine` of each recorded system; minutes with its scoring."""
+    rows = RECORD.read(profile).drop_duplicates("system").set_index("system")
+    return rows.loc[recorded(profile), ["steps", "pairs", "minutes", "date", "machine"]]
+
+
+def stale(profile: Profile) -> list[str]:
+    """The systems whose recorded rows are of another recipe or other data than now."""
+    found = {name: RECORD.digest(profile, {"system": name}) for name in systems.TRAINED}
+    return [name for name, of in found.items() if of not in (None, digest(profile, name))]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=systems.TRAINED, default=systems.TRAINED)
+    parser.add_argument("--remake", action="store_true", help="also what the record holds")
+    parser.add_argument("--check", action="store_true", help="say which are out of date; trains nothing")
+    parser.add_argument("--profile", default="full")
+    options = parser.parse_args(arguments)
+    try:
+        profile = replace(load_profile(options.profile), save_steps=SAVE_STEPS)
+    except DataError as error:
+        parser.error(str(error))
+    if options.check:
+        out_of_date = stale(profile)
+        print(f"out of date: {', '.join(out_of_date) or 'none'}")
+        raise SystemExit(int(bool(out_of_date)))
+    for name in options.only:
+        made_of, make = digest(profile, name), lambda name=name: measured(profile, name)
+        RECORD.add(profile, {"system": name}, make, remake=options.remake, digest=made_of)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""CAPR's records: what is written is what was measured, a second run makes none again, smoke leaves the committed."""
+
+import pandas as pd
+import pytest
+
+from drehr_utils.evaluation import medquad
+from drehr_utils.papers.capr import report, runs, systems
+from drehr_utils.profiles import ROOT, load_profile
+
+COMMITTED = ROOT / "data" / runs.RECORD.name
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The smoke profile, its records made for CDV alone, from nothing."""
+    profile = load_profile("smoke")
+    runs.RECORD.path(profile).unlink(missing_ok=True)
+    before = COMMITTED.read_bytes() if COMMITTED.exists() else None
+    runs.main(["--profile", "smoke", "--only", systems.CDV])
+    assert (COMMITTED.read_bytes() if COMMITTED.exists() else None) == before
+    yield profile
+    runs.RECORD.path(profile).unlink()
+
+
+def test_what_is_recorded_is_what_was_measured(smoke):
+    assert runs.recorded(smoke) == [systems.CDV]
+    for task, asked in systems.tasks(smoke, systems.CDV).items():
+        scores = systems.scored(smoke, systems.CDV, task, *asked)
+        own = medquad.recall_values(asked.data, asked.candidates, scores)
+        shown = runs.values(smoke, systems.CDV, task, asked.data)
+        pd.testing.assert_frame_equal(shown, own, check_dtype=False)
+        if task != systems.MEDQUAD:
+            shared = report.mistakes(asked.data, asked.pool, asked.candidates, scores)
+            found = runs.mistakes(smoke, systems.CDV, task)
+            pd.testing.assert_series_equal(found, shared, check_names=False, atol=1e-4)
+    steps, pairs = runs.budgets(smoke).loc[systems.CDV, ["steps", "pairs"]]
+    config = smoke.capr.system(systems.CDV).config
+    assert (steps, pairs) == (config.max_steps, config.max_steps * config.batch_size)
+    assert len(runs.curve(smoke, systems.CDV)) == config.max_steps
+
+
+def test_rows_are_made_once_and_known_when_out_of_date(smoke, monkeypatch):
+    before = runs.RECORD.path(smoke).read_bytes()
+    runs.main(["--profile", "smoke", "--only", systems.CDV])
+    assert runs.RECORD.path(smoke).read_bytes() == before and runs.stale(smoke) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(systems, "training_passages", lambda profile: ([], "other passages"))
+        assert runs.stale(smoke) == [systems.CDV]
+
+
+def test_no_text_is_recorded(smoke):
+    table = runs.RECORD.read(smoke)
+    said = " ".join(table.astype(str).stack().unique())
+    for asked in systems.tasks(smoke, systems.CDV).values():
+        assert not any(query in said for query in asked.data.queries.values())
+
+
+def test_a_profile_that_judges_by_itself_shows_no_record(smoke):
+    assert runs.recorded(load_profile("full")) == runs.recorded(load_profile("mimic")) == []
