@@ -132,6 +132,7 @@ class KgSizes:
 
     training: PairConfig = PairConfig()
     supervised: PairConfig = PairConfig()  # Figure 2's supervised loss
+    mended: bool = True  # unlike the paper: ICD-10 Syn's spellings capped, Graph tasks' known false negatives masked
     snomed: Path | None = None  # an RF2 release's folder; None: HPO stands in
     umls: Path | None = None  # a Metathesaurus release's META folder; None: MeSH's diseases stand in
     encoder: str | None = None  # None: the profile's

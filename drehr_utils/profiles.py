@@ -185,6 +185,11 @@ _FULL = replace(
     published=Recipe(replace(_OPEN.published.stage1, epochs=10), replace(_OPEN.published.stage2, epochs=10)),
     improved=replace(_OPEN.improved, stage2=replace(_IMPROVED_STAGE2, epochs=6)),
     ablation_share=0.5,
+    kg=replace(
+        _OPEN.kg,
+        training=replace(_PAIRS, max_steps=1000),
+        supervised=replace(_OPEN.kg.supervised, max_steps=300),
+    ),
 )
 
 # --- smoke: a slice of it --------------------------------------------------------------------------------------------
@@ -272,6 +277,7 @@ _MIMIC = Profile(
     ),
     kg=KgSizes(
         PairConfig(max_steps=100_000),
+        mended=False,
         encoder="bert-base-uncased",
         pooling="mean",
         baselines=(("Clinical BERT", "emilyalsentzer/Bio_ClinicalBERT"),),
