@@ -49,7 +49,7 @@ def mean_negative_log_likelihood(S: Tensor, left_out: Tensor | None = None) -> T
 
 
 def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[int, int]]]:
-    """Every step's (task, pair) keys: a batch of each task, pairs shuffled anew each epoch of the task.
+    """Every step's (task, pair) keys: a batch of each task, pairs (`together` of them) shuffled anew each epoch.
 
     The first task's epochs and `max_steps` say how many steps there are; a last batch that is not full is dropped."""
     batch = [min(config.batch_size, size) for size in sizes]
@@ -61,7 +61,9 @@ def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[i
         for step in range(steps):
             epoch, place = divmod(step, per_epoch)
             if place == 0:
-                order = np.random.default_rng([config.seed, task, epoch]).permutation(size)
+                blocks = np.random.default_rng([config.seed, task, epoch]).permutation(-(-size // config.together))
+                order = (blocks[:, None] * config.together + np.arange(config.together)).ravel()
+                order = order[order < size]
             schedule[step] += [(task, int(i)) for i in order[place * n : (place + 1) * n]]
     return schedule
 
@@ -80,6 +82,17 @@ class TaskPairs(Dataset):
         return task, *self.tasks[task].pair(i)
 
 
+def known_false_negatives(mentions: np.ndarray, concepts: np.ndarray) -> np.ndarray:
+    """Pairs of a batch that speak of one thing, bool [B, B], the diagonal among them, of both sides' keys [B].
+
+    They share a text, on whichever side, or each shares one with a third."""
+    share = np.zeros((len(mentions), len(mentions)), dtype=bool)
+    for one in (mentions, concepts):
+        for other in (mentions, concepts):
+            share |= one[:, None] == other
+    return share @ share
+
+
 @dataclass
 class PairCollator:
     """Tokenises a step's pairs, each task's apart: negatives are of the same task.
@@ -94,7 +107,7 @@ class PairCollator:
         for task in sorted({row[0] for row in rows}):
             sides = [[row[side] for row in rows if row[0] == task] for side in (1, 2)]
             keys = [np.array([text_key(text) for text in side]) for side in sides]
-            same = (keys[0][:, None] == keys[0]) | (keys[1][:, None] == keys[1])
+            same = known_false_negatives(*keys)
             texts = token_buckets(self.encoder, sides[0] + sides[1], TERM_TOKENS, self.buckets)
             parts.append({"texts": texts, "same": torch.from_numpy(same)})
         return {"parts": parts}

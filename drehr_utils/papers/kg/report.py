@@ -10,8 +10,8 @@ import pandas as pd
 
 from drehr_utils.config import PairConfig
 from drehr_utils.evaluation import intervals, tables
+from drehr_utils.papers.kg import pair_training
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.papers.kg.pair_training import pair_schedule
 from drehr_utils.papers.kg.systems import graphs, load, recall, zero_shot_setting
 from drehr_utils.papers.kg.tasks import Task, text_key
 from drehr_utils.profiles import Profile
@@ -93,14 +93,13 @@ def gain_draws(
 
 def known_false_negatives(train: Task, config: PairConfig) -> dict[str, int]:
     """The negatives in the batches of a training on one task, and how many `mask_false_negatives` would leave out:
-    concepts of another pair with the same mention or the same concept."""
+    the other pairs that pair_training.known_false_negatives finds."""
     keys = pd.factorize(np.array([text_key(text) for text in train.texts], dtype=object))[0]
     found = {"negatives": 0, "known to be false": 0}
-    for step in pair_schedule([len(train)], config):
+    for step in pair_training.pair_schedule([len(train)], config):
         mention, concept = (keys[side[[i for _, i in step]]] for side in (train.mention, train.concept))
-        same = (mention[:, None] == mention) | (concept[:, None] == concept)
         found["negatives"] += len(step) * (len(step) - 1)
-        found["known to be false"] += int(same.sum()) - len(step)
+        found["known to be false"] += int(pair_training.known_false_negatives(mention, concept).sum()) - len(step)
     return found
 
 

@@ -225,10 +225,14 @@ def trained_on(profile: Profile, system: str) -> list[Task]:
 
 
 def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
-    """How the system is trained. Children of one parent are no negatives where the tasks are `mended`."""
-    own = profile.kg.training if system in tasks(profile) else profile.kg.supervised
-    mask = own.mask_false_negatives or profile.kg.mended and system.endswith("Graph")
-    return replace(own, mask_false_negatives=mask, seed=seed)
+    """How the system is trained.
+
+    Where the tasks are `mended`, a Graph task's children of one parent are no negatives of each other's, and ICD-10
+    Syn's batches are of four families of codes, whose names differ in a word."""
+    own = replace(profile.kg.training if system in tasks(profile) else profile.kg.supervised, seed=seed)
+    if profile.kg.mended and system == f"{ICD10} Syn":
+        return replace(own, mask_false_negatives=True, together=max(1, own.batch_size // 4))
+    return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
 
 
 def train(
