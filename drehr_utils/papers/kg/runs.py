@@ -12,6 +12,7 @@ copy data/runs/kg* from there.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from drehr_utils.errors import DataError
 from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.papers.kg.pair_training import pair_schedule
 from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.training.trainer import Curve
 
@@ -70,6 +70,13 @@ def own_curve(profile: Profile, system: str) -> list[Curve]:
     return [Curve(CURVE_STEPS, measure)]
 
 
+def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFrame:
+    """What `own_curve` put into a training's curve: step, R@1, R@25, the start's first."""
+    start = means(systems.recall(profile, systems.own_test(profile, system), "start"))
+    points = curve[["step", *start]].dropna()
+    return pd.concat([pd.DataFrame([{"step": 0, **start}]), points], ignore_index=True)
+
+
 def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -> None:
     """Trains a system and adds what it finds, and what it found on the way, to the records."""
 
@@ -80,20 +87,13 @@ def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -
         folder, curve = train()
         sets = tested(profile, system, seed).items()
         found = [systems.recall(profile, t, folder).assign(group=name) for name, t in sets]
-        sizes = [len(task) for task in systems.trained_on(profile, system)]
-        shown = sum(map(len, pair_schedule(sizes, systems.training(profile, system, seed))))
+        shown = systems.pairs_shown(profile, system)
         return pd.concat(found, ignore_index=True).assign(steps=len(curve), pairs=shown)
-
-    def steps() -> pd.DataFrame:
-        start = means(systems.recall(profile, systems.own_test(profile, system), "start"))
-        curve = train()[1]
-        points = curve[["step", *start]].dropna()
-        return pd.concat([pd.DataFrame([{"step": 0, **start}]), points], ignore_index=True)
 
     key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
     VALUES.add(profile, key, values, remake, made_of)
     if system in systems.tasks(profile):
-        STEPS.add(profile, key, steps, remake, made_of)
+        STEPS.add(profile, key, lambda: on_the_way(profile, system, train()[1]), remake, made_of)
 
 
 # --- read --------------------------------------------------------------------------------------------------------
@@ -105,15 +105,18 @@ class Recorded:
 
     values: pd.DataFrame  # of all its seeds and test sets
 
-    @property
-    def budget(self) -> str:
-        steps, pairs = self.values[["steps", "pairs"]].iloc[0]
-        return f"{pairs:,} pairs in {steps:,} steps"
-
     def recall(self, group: str) -> pd.DataFrame:
         """systems.recall of the test set called `group`; with a column `seed` where there are several trainings."""
         found = self.values[self.values["group"] == group].reset_index(drop=True)
         return found[[*COLUMNS, "seed"] if found["seed"].nunique() > 1 else COLUMNS]
+
+
+Model = str | Path | Recorded
+
+
+def maker(profile: Profile) -> Profile:
+    """The profile that made the records which `profile` shows."""
+    return load_profile("full") if profile.in_place else profile
 
 
 def recorded(profile: Profile) -> dict[str, Recorded]:
@@ -128,15 +131,24 @@ def recorded(profile: Profile) -> dict[str, Recorded]:
     return {name: Recorded(parts[name]) for name in systems.names(profile) if name in parts}
 
 
-def recall(profile: Profile, test_set: TestSet, model: str | Path | Recorded) -> pd.DataFrame:
+def recall(profile: Profile, test_set: TestSet, model: Model) -> pd.DataFrame:
     """systems.recall, or what is recorded of it."""
     return model.recall(test_set.name) if isinstance(model, Recorded) else systems.recall(profile, test_set, model)
 
 
 def live(profile: Profile) -> list[str]:
-    """The systems that a run of the profile trains: all; two to show the way where records have all the rest."""
-    few = [systems.COMB, f"{systems.ICD10} Syn"]
-    return [name for name in systems.names(profile) if name in few or not recorded(profile)]
+    """The systems that a run of the profile trains: all that it has no record of, and two that show the way."""
+    few, known = [systems.COMB, f"{systems.ICD10} Syn"], recorded(profile)
+    return [name for name in systems.names(profile) if name in few or name not in known]
+
+
+def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Row -> `on_the_way`: the records', or where there are none those of `made`, this run's loss curves by row."""
+    table = STEPS.read(profile) if profile.short else pd.DataFrame()
+    if len(table):
+        return dict(list(table[table["seed"] == table["seed"].min()].groupby("system", sort=False)))
+    rows = {row: row.removesuffix(" (short)") for row in made}
+    return {row: on_the_way(profile, name, made[row]) for row, name in rows.items() if name in systems.tasks(profile)}
 
 
 def stale(profile: Profile) -> list[str]:

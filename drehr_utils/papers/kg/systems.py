@@ -229,10 +229,17 @@ def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
 
     Where the tasks are `mended`, a Graph task's children of one parent are no negatives of each other's, and ICD-10
     Syn's batches are of four families of codes, whose names differ in a word."""
-    own = replace(profile.kg.training if system in tasks(profile) else profile.kg.supervised, seed=seed)
+    figure2 = system in (SUPERVISED, WITH_AUXILIARY)
+    own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
     if profile.kg.mended and system == f"{ICD10} Syn":
         return replace(own, mask_false_negatives=True, together=max(1, own.batch_size // 4))
     return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
+
+
+def pairs_shown(profile: Profile, system: str) -> int:
+    """How many pairs a training of the system is shown, repeats counted."""
+    sizes = [len(task) for task in trained_on(profile, system)]
+    return sum(map(len, pair_schedule(sizes, training(profile, system))))
 
 
 def train(
