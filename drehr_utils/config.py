@@ -73,7 +73,6 @@ class PairConfig:
     warmup_ratio: float = 0.02
     scale: float = 20.0  # T maps a text to sqrt(scale) times its unit vector, so S is in [-scale, scale]
     mask_false_negatives: bool = False  # concepts of the batch that the mention is known to go with, too
-    together: int = 1  # pairs that stay together in a batch, as their graph lists them: siblings' are hard negatives
     dropout: float | None = 0.0
     seed: int = 0
 

@@ -49,7 +49,7 @@ def mean_negative_log_likelihood(S: Tensor, left_out: Tensor | None = None) -> T
 
 
 def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[int, int]]]:
-    """Every step's (task, pair) keys: a batch of each task, pairs (`together` of them) shuffled anew each epoch.
+    """Every step's (task, pair) keys: a batch of each task, pairs shuffled anew each epoch of the task.
 
     The first task's epochs and `max_steps` say how many steps there are; a last batch that is not full is dropped."""
     batch = [min(config.batch_size, size) for size in sizes]
@@ -61,9 +61,7 @@ def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[i
         for step in range(steps):
             epoch, place = divmod(step, per_epoch)
             if place == 0:
-                blocks = np.random.default_rng([config.seed, task, epoch]).permutation(-(-size // config.together))
-                order = (blocks[:, None] * config.together + np.arange(config.together)).ravel()
-                order = order[order < size]
+                order = np.random.default_rng([config.seed, task, epoch]).permutation(size)
             schedule[step] += [(task, int(i)) for i in order[place * n : (place + 1) * n]]
     return schedule
 

@@ -146,7 +146,8 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
     """Row -> `on_the_way`: the records', or where there are none those of `made`, this run's loss curves by row."""
     table = STEPS.read(profile) if profile.short else pd.DataFrame()
     if len(table):
-        return dict(list(table[table["seed"] == table["seed"].min()].groupby("system", sort=False)))
+        parts = dict(list(table[table["seed"] == table["seed"].min()].groupby("system")))
+        return {name: parts[name] for name in systems.names(profile) if name in parts}
     rows = {row: row.removesuffix(" (short)") for row in made}
     return {row: on_the_way(profile, name, made[row]) for row, name in rows.items() if name in systems.tasks(profile)}
 

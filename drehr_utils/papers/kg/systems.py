@@ -225,14 +225,9 @@ def trained_on(profile: Profile, system: str) -> list[Task]:
 
 
 def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
-    """How the system is trained.
-
-    Where the tasks are `mended`, a Graph task's children of one parent are no negatives of each other's, and ICD-10
-    Syn's batches are of four families of codes, whose names differ in a word."""
+    """How the system is trained; where the tasks are `mended`, a Graph task without its known false negatives."""
     figure2 = system in (SUPERVISED, WITH_AUXILIARY)
     own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
-    if profile.kg.mended and system == f"{ICD10} Syn":
-        return replace(own, mask_false_negatives=True, together=max(1, own.batch_size // 4))
     return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
 
 
