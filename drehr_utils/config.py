@@ -72,7 +72,7 @@ class PairConfig:
     learning_rate: float = 3e-5
     warmup_ratio: float = 0.02
     scale: float = 20.0  # T maps a text to sqrt(scale) times its unit vector, so S is in [-scale, scale]
-    mask_false_negatives: bool = False  # a concept of the batch that has the mention's own text, or its mention's
+    mask_false_negatives: bool = False  # concepts of the batch that the mention is known to go with, too
     dropout: float | None = 0.0
     seed: int = 0
 
@@ -132,6 +132,7 @@ class KgSizes:
 
     training: PairConfig = PairConfig()
     supervised: PairConfig = PairConfig()  # Figure 2's supervised loss
+    mended: bool = True  # unlike the paper: systems.training, tasks.cap_spellings
     snomed: Path | None = None  # an RF2 release's folder; None: HPO stands in
     umls: Path | None = None  # a Metathesaurus release's META folder; None: MeSH's diseases stand in
     encoder: str | None = None  # None: the profile's

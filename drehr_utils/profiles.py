@@ -198,6 +198,11 @@ _FULL = replace(
     ablation_share=0.5,
     capr=_CAPR,
     radiology=_FULL_RADIOLOGY,
+    kg=replace(
+        _OPEN.kg,
+        training=replace(_PAIRS, max_steps=1000),
+        supervised=replace(_OPEN.kg.supervised, max_steps=300),
+    ),
 )
 
 # --- smoke: a slice of it --------------------------------------------------------------------------------------------
@@ -287,6 +292,7 @@ _MIMIC = Profile(
     ),
     kg=KgSizes(
         PairConfig(max_steps=100_000),
+        mended=False,
         encoder="bert-base-uncased",
         pooling="mean",
         baselines=(("Clinical BERT", "emilyalsentzer/Bio_ClinicalBERT"),),

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -109,6 +109,12 @@ def at_length(found: Judged, steps: int, enough: int) -> Judged:
     if steps >= enough:
         return found
     return Judged(NOT_TESTABLE, f"needs the longer training (profile full); {steps} steps: {found.ours}", found.budget)
+
+
+def judged(values: Iterable[str], rows: Iterable[str], judge: Callable[[], Judged]) -> Judged:
+    """What `judge` says, where all `rows` that it is about are among those of `values`; else which record it needs."""
+    missing = [f"`{row}`" for row in rows if row not in values]
+    return needs(f"the record of {', '.join(missing)} under profile full") if missing else judge()
 
 
 def ledger() -> pd.DataFrame:

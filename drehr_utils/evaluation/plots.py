@@ -150,6 +150,27 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int) -> Figur
     return fig
 
 
+def steps_plot(curves: Mapping[str, pd.DataFrame], ylabel: str, columns: int = 4) -> Figure:
+    """A panel for each of `curves`: what was measured (a column each) by `step`; where it began is a dotted line."""
+    measures = [c for c in next(iter(curves.values())) if c != "step"]
+    columns = min(columns, len(curves))
+    down = math.ceil(len(curves) / columns)
+    size = (DOUBLE_COLUMN, 0.5 + 1.4 * down)
+    fig, axes = plt.subplots(down, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    for ax, (name, curve) in zip(axes.flat, curves.items(), strict=False):
+        for measure, colour, marker in zip(measures, PALETTE, "os^D", strict=False):
+            ax.plot(curve["step"], curve[measure], color=colour, marker=marker, markersize=3, label=measure)
+            ax.axhline(curve[measure].iloc[0], color=colour, linewidth=0.8, linestyle=":")
+        ax.set_title(name)
+    for ax in axes.flat[len(curves) :]:
+        ax.set_visible(False)
+    dotted = plt.Line2D([], [], color="#666666", linestyle=":", linewidth=0.8, label="the start")
+    fig.legend(handles=[*axes[0, 0].lines[::2], dotted], loc="outside upper right", ncols=len(measures) + 1)
+    fig.supxlabel("Step", fontsize=8)
+    fig.supylabel(ylabel, fontsize=8)
+    return fig
+
+
 def counts_bar_plot(counts: pd.DataFrame, ylabel: str, share: bool = False) -> Figure:
     """Stacked bars: one bar an index entry, one colour a column, the totals above; `share` draws parts of 100%."""
     values = 100 * counts.div(counts.sum(axis=1), axis=0) if share else counts

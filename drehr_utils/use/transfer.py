@@ -85,7 +85,7 @@ def retrievers(profile: Profile) -> dict[str, Callable[[], Score]]:
     found |= {pipeline.IMPROVED: lambda: load(SHIPPED), rivals.HYBRID: lambda: _hybrid(profile)}
     single = [f"{graph} {kind}" for graph in (kg.ICD10, *kg.graphs(profile)) for kind in ("Syn", "Graph")]
     for name in (*single, kg.COMB):
-        found[name] = lambda n=name: load(kg.trained(profile, [kg.tasks(profile)[n][0]], profile.kg.training)[0])
+        found[name] = lambda n=name: load(kg.train(profile, n)[0])
     return found | {capr.BI: capr_bi, SBERT: sbert}
 
 

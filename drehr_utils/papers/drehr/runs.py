@@ -20,7 +20,7 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import claims, medquad, metrics
+from drehr_utils.evaluation import medquad, metrics
+from drehr_utils.evaluation.claims import judged as judged
 from drehr_utils.evaluation.records import REMAKE
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals, systems
 from drehr_utils.profiles import ROOT, Profile, load_profile
@@ -286,12 +287,6 @@ def compared(
             found[pipeline.row_name(profile, name)] = of_model
         values, blocks = values | found, blocks | dict.fromkeys(found, block)
     return values, blocks
-
-
-def judged(values: Iterable[str], rows: Iterable[str], judge: Callable[[], claims.Judged]) -> claims.Judged:
-    """What `judge` says, where all `rows` that it is about are among those of `values`; else which record it needs."""
-    missing = [f"`{row}`" for row in rows if row not in values]
-    return claims.needs(f"the record of {', '.join(missing)} under profile full") if missing else judge()
 
 
 def places(profile: Profile, row: str, bench: Benchmark, split: str = "test") -> np.ndarray | None:

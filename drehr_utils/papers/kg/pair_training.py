@@ -80,6 +80,17 @@ class TaskPairs(Dataset):
         return task, *self.tasks[task].pair(i)
 
 
+def known_false_negatives(mentions: np.ndarray, concepts: np.ndarray) -> np.ndarray:
+    """Pairs of a batch that speak of one thing, bool [B, B], the diagonal among them, of both sides' keys [B].
+
+    They share a text, on whichever side, or each shares one with a third."""
+    share = np.zeros((len(mentions), len(mentions)), dtype=bool)
+    for one in (mentions, concepts):
+        for other in (mentions, concepts):
+            share |= one[:, None] == other
+    return share @ share
+
+
 @dataclass
 class PairCollator:
     """Tokenises a step's pairs, each task's apart: negatives are of the same task.
@@ -94,7 +105,7 @@ class PairCollator:
         for task in sorted({row[0] for row in rows}):
             sides = [[row[side] for row in rows if row[0] == task] for side in (1, 2)]
             keys = [np.array([text_key(text) for text in side]) for side in sides]
-            same = (keys[0][:, None] == keys[0]) | (keys[1][:, None] == keys[1])
+            same = known_false_negatives(*keys)
             texts = token_buckets(self.encoder, sides[0] + sides[1], TERM_TOKENS, self.buckets)
             parts.append({"texts": texts, "same": torch.from_numpy(same)})
         return {"parts": parts}

@@ -10,9 +10,10 @@ import pandas as pd
 
 from drehr_utils.config import PairConfig
 from drehr_utils.evaluation import intervals, tables
+from drehr_utils.papers.kg import pair_training
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.papers.kg.pair_training import pair_schedule
-from drehr_utils.papers.kg.systems import graphs, load, recall, zero_shot_setting
+from drehr_utils.papers.kg.runs import Model, recall
+from drehr_utils.papers.kg.systems import graphs, load, zero_shot_setting
 from drehr_utils.papers.kg.tasks import Task, text_key
 from drehr_utils.profiles import Profile
 from drehr_utils.search.bm25 import BM25
@@ -23,7 +24,7 @@ PAPER_PERCENT = 100  # the paper prints recall as a fraction, our tables run fro
 
 
 def compare(
-    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str
+    profile: Profile, systems: Mapping[str, Model], test_sets: Mapping[str, TestSet], against: str
 ) -> pd.DataFrame:
     """Long-form rows (intervals.RESULT_COLUMNS) of systems (name -> recall's `model`) on test sets (group -> set).
 
@@ -39,7 +40,7 @@ def compare(
 
 
 def gains(
-    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path
+    profile: Profile, systems: Mapping[str, Model], test_sets: Mapping[str, TestSet], against: Model
 ) -> pd.DataFrame:
     """What each system gains on the model `against`, as intervals.gain_rows; `setting` as in `compare`."""
     return pd.concat(
@@ -74,16 +75,16 @@ def ranked(
 
 
 def gain_draws(
-    profile: Profile, systems: Mapping[str, str | Path], test_sets: Mapping[str, TestSet], against: str | Path
+    profile: Profile, systems: Mapping[str, Model], test_sets: Mapping[str, TestSet], against: Model
 ) -> pd.DataFrame:
     """Bootstrap draws of every cell's gain over the model `against`, in points: [samples, (system, group, metric)].
 
     A draw takes a test set's gold concepts with repetition, each with all its mentions and the same for every system
     and metric, so that any statistic over cells has its interval: take it draw by draw."""
     frames = []
-    by = {"index": ["query_id", "search_id"], "columns": "metric", "values": "value"}
+    by = {"index": ["query_id", "search_id"], "columns": "metric", "values": "value"}  # the mean over seeds
     for group, test_set in test_sets.items():
-        values = {model: recall(profile, test_set, model).pivot(**by) for model in (against, *systems.values())}
+        values = {model: recall(profile, test_set, model).pivot_table(**by) for model in (against, *systems.values())}
         gains = pd.concat({(s, group): values[m] - values[against] for s, m in systems.items()}, axis=1)
         concepts = gains.index.get_level_values("query_id")
         draws = intervals.bootstrap_means(gains.to_numpy(), profile.resampling, concepts)
@@ -93,14 +94,13 @@ def gain_draws(
 
 def known_false_negatives(train: Task, config: PairConfig) -> dict[str, int]:
     """The negatives in the batches of a training on one task, and how many `mask_false_negatives` would leave out:
-    concepts of another pair with the same mention or the same concept."""
+    the other pairs that pair_training.known_false_negatives finds."""
     keys = pd.factorize(np.array([text_key(text) for text in train.texts], dtype=object))[0]
     found = {"negatives": 0, "known to be false": 0}
-    for step in pair_schedule([len(train)], config):
+    for step in pair_training.pair_schedule([len(train)], config):
         mention, concept = (keys[side[[i for _, i in step]]] for side in (train.mention, train.concept))
-        same = (mention[:, None] == mention) | (concept[:, None] == concept)
         found["negatives"] += len(step) * (len(step) - 1)
-        found["known to be false"] += int(same.sum()) - len(step)
+        found["known to be false"] += int(pair_training.known_false_negatives(mention, concept).sum()) - len(step)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from sentence_transformers import SentenceTransformer
+from transformers import TrainerCallback
 
 from drehr_utils import artifacts
 from drehr_utils.config import PairConfig
@@ -19,10 +20,11 @@ from drehr_utils.knowledge.snomed import load_snomed
 from drehr_utils.knowledge.umls import umls_to_bios
 from drehr_utils.papers.kg import linking
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.papers.kg.pair_training import TERM_TOKENS, train_pairs
+from drehr_utils.papers.kg.pair_training import TERM_TOKENS, pair_schedule, train_pairs
 from drehr_utils.papers.kg.tasks import (
     ALL_GRAPHS,
     Task,
+    cap_spellings,
     comb_task,
     down_sample,
     graph_pairs,
@@ -36,7 +38,7 @@ from drehr_utils.papers.kg.tasks import (
 )
 from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.search.bm25 import BM25
-from drehr_utils.training import encoders
+from drehr_utils.training import encoders, trainer
 
 ICD10, COMB = "ICD-10", "Comb"
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
@@ -107,7 +109,9 @@ def whole_tasks(profile: Profile) -> dict[str, Task]:
 
 @cache
 def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
-    """Name -> (train, dev): the six, zero-shot for every test set by linking.unseen_texts, and the comb of them."""
+    """Name -> (train, dev): the six, zero-shot for every test set by linking.unseen_texts, and the comb of them.
+
+    Where they are `mended`, ICD-10 Syn has its spellings capped, but not in the comb, on which rates were chosen."""
     split = {}
     for name, task in whole_tasks(profile).items():
         task = without_texts(task, linking.unseen_texts(test_sets(profile), task.graph))
@@ -115,14 +119,18 @@ def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
         split[name] = split_pairs(task, profile.seed)
     parts = list(split.values())
     split[COMB] = tuple(comb_task([part[side] for part in parts], profile.seed) for side in (0, 1))
+    if profile.kg.mended:
+        name = f"{ICD10} Syn"
+        split[name] = tuple(cap_spellings(part, profile.seed) for part in split[name])
     return split
 
 
 def zero_shot_setting(profile: Profile, system: str, test_set: TestSet) -> str:
-    """Which of §2's two scenarios a task's system is in; empty for any other system."""
-    if system not in tasks(profile):
+    """Which of §2's two scenarios a task's system is in, `(short)` or not; empty for any other system."""
+    task = system.removesuffix(" (short)")
+    if task not in tasks(profile):
         return ""
-    graph = tasks(profile)[system][0].graph
+    graph = tasks(profile)[task][0].graph
     return MENTIONS_ONLY if graph in (test_set.graph, ALL_GRAPHS) else MENTIONS_AND_CONCEPTS
 
 
@@ -159,8 +167,8 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     seen, said = set(train.gold), {text_key(mention.text) for mention in train.mentions}
     unseen = [m for m in held_out.mentions if not m.concepts & seen and text_key(m.text) not in said]
     new = replace(held_out, mentions=unseen)
-    named = {"held-out notes": held_out, "held-out, unseen concepts": new} | {t.name: t for t in others}
-    return _supervised_pairs(profile, train), named
+    own = [replace(held_out, name="held-out notes"), replace(new, name="held-out, unseen concepts")]
+    return _supervised_pairs(profile, train), {t.name: t for t in (*own, *others)}
 
 
 def own_dev(profile: Profile, name: str, but: Sequence[linking.Mention] = ()) -> TestSet:
@@ -174,6 +182,13 @@ def own_test(profile: Profile, name: str) -> TestSet:
     return own_dev(profile, name, own_dev(profile, name).mentions if name == COMB else ())
 
 
+def seen_test(profile: Profile, name: str, config: PairConfig) -> TestSet:
+    """Mentions that the task's system, trained by `config`, was trained on."""
+    (train, _), sizes = tasks(profile)[name], profile.kg
+    shown = sorted({pair for step in pair_schedule([len(train)], config) for _, pair in step})
+    return linking.seen_task(train, shown, sizes.seen_mentions, sizes.seen_concepts, profile.seed)
+
+
 # --- systems --------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +200,7 @@ def _encoder(profile: Profile, model: str | Path) -> tuple[str | Path, str | Non
     return (own.encoder, own.pooling) if own.encoder else (profile.encoder, profile.pooling)
 
 
-def _identity(profile: Profile, model: str | Path) -> list[object]:
+def identity(profile: Profile, model: str | Path) -> list[object]:
     """What stands for recall's `model` in a digest."""
     name, pooling = _encoder(profile, model)
     return [encoders.identity(name), pooling]
@@ -196,15 +211,53 @@ def load(profile: Profile, model: str | Path) -> SentenceTransformer:
     return encoders.load_encoder(*_encoder(profile, model), TERM_TOKENS)
 
 
-def trained(profile: Profile, trained_on: Sequence[Task], config: PairConfig) -> tuple[Path, pd.DataFrame]:
-    """The folder of the encoder trained on the tasks, made where it isn't there, and its loss curve."""
-    key = artifacts.digest(train_pairs, config, list(trained_on), _identity(profile, "start"))
+def names(profile: Profile) -> list[str]:
+    """All systems that are trained: one for each task, and Figure 2's two."""
+    return [*tasks(profile), SUPERVISED, WITH_AUXILIARY]
+
+
+def trained_on(profile: Profile, system: str) -> list[Task]:
+    """The tasks whose losses the system's training sums."""
+    if system in tasks(profile):
+        return [tasks(profile)[system][0]]
+    primary = supervised_task(profile)[0]
+    return [primary] if system == SUPERVISED else [primary, tasks(profile)[COMB][0]]
+
+
+def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
+    """How the system is trained; where the tasks are `mended`, a Graph task without its known false negatives."""
+    figure2 = system in (SUPERVISED, WITH_AUXILIARY)
+    own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
+    return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
+
+
+def pairs_shown(profile: Profile, system: str) -> int:
+    """How many pairs a training of the system is shown, repeats counted."""
+    sizes = [len(task) for task in trained_on(profile, system)]
+    return sum(map(len, pair_schedule(sizes, training(profile, system))))
+
+
+def train(
+    profile: Profile, system: str, seed: int = 0, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[Path, pd.DataFrame]:
+    """`trained` of a system, by its name."""
+    return trained(profile, trained_on(profile, system), training(profile, system, seed), callbacks)
+
+
+def trained(
+    profile: Profile, parts: Sequence[Task], config: PairConfig, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[Path, pd.DataFrame]:
+    """The folder of the encoder trained on the tasks `parts`, made where it isn't there, and its loss curve, with what
+    a trainer.Curve measured."""
+    key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
 
     def make(partial: Path) -> None:
         encoder = load(profile, "start")
-        curve = train_pairs(encoder, trained_on, config, work, save_steps=profile.save_steps * 20)
+        curve = train_pairs(encoder, parts, config, work, save_steps=profile.save_steps * 8, callbacks=callbacks)
+        if (measured := work / trainer.MEASURED).exists():
+            curve = curve.merge(pd.read_csv(measured), on="step", how="left")
         encoders.save_encoder(encoder, partial)
         curve.to_csv(partial / "loss.csv", index=False)
 
@@ -213,19 +266,23 @@ def trained(profile: Profile, trained_on: Sequence[Task], config: PairConfig) ->
     return folder, pd.read_csv(folder / "loss.csv")
 
 
+def encoder_recall(encoder: SentenceTransformer, test_set: TestSet) -> pd.DataFrame:
+    """recall_values of an encoder."""
+    vectors = encoders.encode(encoder, list(test_set.concepts.values()), bf16=True)
+    return linking.recall_values(test_set, lambda texts: encoders.encode(encoder, texts, bf16=True) @ vectors.T)
+
+
 def recall(profile: Profile, test_set: TestSet, model: str | Path) -> pd.DataFrame:
     """recall_values of a model: "BM25", "start", a hub's name or a trained model's folder. Kept in the cache.
 
     An encoder's score is the inner product of unit vectors, in bfloat16 where that is fast, as in training."""
     asked = [[m.id, m.text, *sorted(m.concepts)] for m in test_set.mentions]
-    key = artifacts.digest(recall, _identity(profile, model), asked, test_set.concepts, test_set.graph)
+    key = artifacts.digest(recall, identity(profile, model), asked, test_set.concepts, test_set.graph)
 
     def make() -> pd.DataFrame:
         searched = list(test_set.concepts.values())
         if model == "BM25":
             return linking.recall_values(test_set, BM25(searched).scores)
-        encoder = load(profile, model)
-        vectors = encoders.encode(encoder, searched, bf16=True)
-        return linking.recall_values(test_set, lambda texts: encoders.encode(encoder, texts, bf16=True) @ vectors.T)
+        return encoder_recall(load(profile, model), test_set)
 
     return artifacts.cached_file(profile.cache / f"kg_recall/{key}.parquet", make)

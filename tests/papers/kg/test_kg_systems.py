@@ -28,6 +28,7 @@ from drehr_utils.papers.kg.pair_training import (
 )
 from drehr_utils.papers.kg.tasks import (
     Task,
+    cap_spellings,
     comb_task,
     down_sample,
     graph_pairs,
@@ -179,9 +180,13 @@ def test_supervised_split_is_by_patient(profile):
         assert not texts & {text_key(n) for m in other.mentions for c in m.concepts for n in other.names[c]}
 
 
-def test_open_tasks_are_of_the_papers_sizes(tasks):
+def test_open_tasks_are_of_the_papers_sizes(profile, tasks):
     # 141K and 41K pairs in the paper's older release; ours leaves out seventh characters and the test's texts
-    assert 0.8 < sum(map(len, tasks["ICD-10 Syn"])) / 141_000 < 1.2
+    whole = systems_module.whole_tasks(profile)["ICD-10 Syn"]
+    assert 0.8 < len(without_texts(whole, linking.unseen_texts(systems_module.test_sets(profile), "ICD-10"))) / 141_000
+    for part in tasks["ICD-10 Syn"]:  # half of what is left are a text and the same text spelt out
+        pairs = [tuple(set(text_key(text).split()) for text in pair) for pair in pairs_of(part)]
+        assert sum(m <= c or c <= m for m, c in pairs) == len(part) / 2
     assert 0.8 < sum(map(len, tasks["ICD-10 Graph"])) / 41_000 < 1.2
     smallest = min(len(train) for name, (train, _) in tasks.items() if name != "Comb")
     assert 0.99 * 6 * smallest <= len(tasks["Comb"][0]) <= 6 * smallest  # a pair of two tasks counts once
@@ -206,10 +211,24 @@ def test_what_was_seen_is_of_training_pairs(tasks):
 
 
 def test_false_negatives_are_pairs_of_one_mention_or_concept():
-    # Of 4 x 3 negatives: (a, x) and (A, y) have one mention, (a, x) and (b, x) one concept, either way round.
-    task = Task.from_pairs("t", "g", [("a", "x"), ("A!", "y"), ("b", "x"), ("c", "z")])
+    # (a, x) and (A, y) have one mention, (a, x) and (x, b) one text, so that (A, y) and (x, b) have kin in common.
+    task = Task.from_pairs("t", "g", [("a", "x"), ("A!", "y"), ("x", "b"), ("c", "z")])
     counted = report.known_false_negatives(task, PairConfig(batch_size=4, max_steps=2))
-    assert counted == {"negatives": 24, "known to be false": 8}
+    assert counted == {"negatives": 2 * 12, "known to be false": 2 * 6}
+
+
+def test_a_graph_tasks_known_false_negatives_are_masked_but_not_under_mimic(profile):
+    syn, graph, comb = (systems_module.training(profile, name) for name in ("ICD-10 Syn", "HPO Graph", "Comb"))
+    assert syn == comb == profile.kg.training and graph == replace(comb, mask_false_negatives=True)
+    mimic = load_profile("mimic")
+    assert systems_module.training(mimic, "HPO Graph") == mimic.kg.training
+
+
+def test_spellings_are_capped_and_the_same_ones_are_kept():
+    pairs = [("pain of knee", "knee pain of"), ("gout", "podagra"), ("a b", "a b c"), ("a b c", "a b"), ("x", "y")]
+    capped = cap_spellings(Task.from_pairs("t", "g", pairs), seed=0)
+    assert len(capped) == 4 and {("gout", "podagra"), ("x", "y")} <= set(pairs_of(capped)) <= set(pairs)
+    assert pairs_of(capped) == pairs_of(cap_spellings(Task.from_pairs("t", "g", pairs), seed=0))
 
 
 def test_own_dev_mentions_are_of_no_training_pair(tasks):

@@ -1,0 +1,192 @@
+"""Records of KG entity retrieval's systems: trained as long as judges a claim (profile `full`), and shown by `open`.
+
+    python -m drehr_utils.papers.kg.runs                                # all that the records lack
+    python -m drehr_utils.papers.kg.runs --only Comb "HPO Syn" --seeds 0 1 2
+    python -m drehr_utils.papers.kg.runs --check                        # which records are of other data or settings
+
+data/runs/kg.csv.gz holds every mention's R@1 and R@25, kg_steps.csv those of a system's own task on the way. A training
+that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it another, and
+copy data/runs/kg* from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from sentence_transformers import SentenceTransformer
+
+from drehr_utils import artifacts, files
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation.records import REMAKE, Record
+from drehr_utils.papers.kg import systems
+from drehr_utils.papers.kg.linking import TestSet
+from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.training.trainer import Curve
+
+VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
+CURVE_STEPS = 200
+COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.recall's
+
+
+# --- made --------------------------------------------------------------------------------------------------------
+
+
+def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
+    """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones."""
+    (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
+    if system not in systems.tasks(profile):
+        return figure2
+    own = [systems.own_test(profile, system)]
+    own += [systems.seen_test(profile, system, systems.training(profile, system, seed))]
+    return {t.name: t for t in (*found, *own)} | (figure2 if system == systems.COMB else {})
+
+
+def digest(profile: Profile, system: str, seed: int) -> str:
+    """Of settings and data that a record is made of, whatever code made it."""
+    pairs = [[t.texts, t.mention, t.concept] for t in systems.trained_on(profile, system)]
+    asked = [[t.name, [[m.id, m.text, *sorted(m.concepts)] for m in t.mentions], t.concepts]
+             for t in tested(profile, system, seed).values()]  # fmt: skip
+    start = systems.identity(profile, "start")
+    return artifacts.digest(systems.training(profile, system, seed), pairs, asked, start)
+
+
+def means(values: pd.DataFrame) -> dict[str, float]:
+    return values.groupby("metric")["value"].mean().to_dict()
+
+
+def own_curve(profile: Profile, system: str) -> list[Curve]:
+    """Measures a task's system on its own dev mentions on the way; Figure 2's have no task of their own."""
+    if system not in systems.tasks(profile):
+        return []
+    own = systems.own_test(profile, system)
+
+    def measure(encoder: SentenceTransformer) -> dict[str, float]:
+        return means(systems.encoder_recall(encoder, own))
+
+    return [Curve(CURVE_STEPS, measure)]
+
+
+def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFrame:
+    """What `own_curve` put into a training's curve: step, R@1, R@25, the start's first."""
+    start = means(systems.recall(profile, systems.own_test(profile, system), "start"))
+    points = curve[["step", *start]].dropna()
+    return pd.concat([pd.DataFrame([{"step": 0, **start}]), points], ignore_index=True)
+
+
+def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -> None:
+    """Trains a system and adds what it finds, and what it found on the way, to the records."""
+
+    def train() -> tuple[Path, pd.DataFrame]:
+        return systems.train(profile, system, seed, own_curve(profile, system))
+
+    def values() -> pd.DataFrame:
+        folder, curve = train()
+        sets = tested(profile, system, seed).items()
+        found = [systems.recall(profile, t, folder).assign(group=name) for name, t in sets]
+        shown = systems.pairs_shown(profile, system)
+        return pd.concat(found, ignore_index=True).assign(steps=len(curve), pairs=shown)
+
+    key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
+    VALUES.add(profile, key, values, remake, made_of)
+    if system in systems.tasks(profile):
+        STEPS.add(profile, key, lambda: on_the_way(profile, system, train()[1]), remake, made_of)
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A trained system's record, where systems.recall's `model` would stand."""
+
+    values: pd.DataFrame  # of all its seeds and test sets
+
+    def recall(self, group: str) -> pd.DataFrame:
+        """systems.recall of the test set called `group`; with a column `seed` where there are several trainings."""
+        found = self.values[self.values["group"] == group].reset_index(drop=True)
+        return found[[*COLUMNS, "seed"] if found["seed"].nunique() > 1 else COLUMNS]
+
+
+Model = str | Path | Recorded
+
+
+def maker(profile: Profile) -> Profile:
+    """The profile that made the records which `profile` shows."""
+    return load_profile("full") if profile.in_place else profile
+
+
+def recorded(profile: Profile) -> dict[str, Recorded]:
+    """The records that a short profile shows beside its own trainings, in the systems' order; {} for another."""
+    table = VALUES.read(profile) if profile.short else pd.DataFrame()
+    if table.empty:
+        return {}
+    with files.naming(VALUES.path(profile), REMAKE):
+        table = table.astype({"search_id": str, "query_id": str, "steps": int, "pairs": int})
+        table[["group", *COLUMNS, "seed"]]
+        parts = dict(list(table.groupby("system")))
+    return {name: Recorded(parts[name]) for name in systems.names(profile) if name in parts}
+
+
+def recall(profile: Profile, test_set: TestSet, model: Model) -> pd.DataFrame:
+    """systems.recall, or what is recorded of it."""
+    return model.recall(test_set.name) if isinstance(model, Recorded) else systems.recall(profile, test_set, model)
+
+
+def live(profile: Profile) -> list[str]:
+    """The systems that a run of the profile trains: all that it has no record of, and two that show the way."""
+    few, known = [systems.COMB, f"{systems.ICD10} Syn"], recorded(profile)
+    return [name for name in systems.names(profile) if name in few or name not in known]
+
+
+def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Row -> `on_the_way`: the records', or where there are none those of `made`, this run's loss curves by row."""
+    table = STEPS.read(profile) if profile.short else pd.DataFrame()
+    if len(table):
+        parts = dict(list(table[table["seed"] == table["seed"].min()].groupby("system")))
+        return {name: parts[name] for name in systems.names(profile) if name in parts}
+    rows = {row: row.removesuffix(" (short)") for row in made}
+    return {row: on_the_way(profile, name, made[row]) for row, name in rows.items() if name in systems.tasks(profile)}
+
+
+def stale(profile: Profile) -> list[str]:
+    """The records that are of other settings or data than the profile's now."""
+    table, known, found = VALUES.read(profile), systems.names(profile), []
+    for system, seed in table[["system", "seed"]].drop_duplicates().itertuples(index=False) if len(table) else ():
+        made_of = VALUES.digest(profile, {"system": system, "seed": seed})
+        if system not in known:
+            found.append(f"{system}, seed {seed}: there is no such system now")
+        elif made_of != digest(profile, system, seed):
+            found.append(f"{system}, seed {seed}: other settings, pairs, mentions or starting weights")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    parser.add_argument("--remake", action="store_true", help="also what the records hold")
+    parser.add_argument("--check", action="store_true", help="say which are out of date; trains nothing")
+    parser.add_argument("--profile", default="full")
+    options = parser.parse_args(arguments)
+    try:
+        profile = load_profile(options.profile)
+    except DataError as error:
+        parser.error(str(error))
+    known = systems.names(profile)
+    if unknown := set(options.only or ()) - set(known):
+        parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
+    if options.check:
+        out_of_date = stale(profile)
+        print("\n".join(out_of_date) or "none out of date")
+        raise SystemExit(int(bool(out_of_date)))
+    for system in options.only or known:
+        for seed in options.seeds:
+            record(profile, system, seed, options.remake)
+
+
+if __name__ == "__main__":
+    main()

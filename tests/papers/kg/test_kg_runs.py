@@ -1,0 +1,72 @@
+"""Records of the trained systems: what is written is what was measured; smoke leaves the committed ones alone."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from drehr_utils.evaluation import tables
+from drehr_utils.evaluation.records import Record
+from drehr_utils.papers.kg import runs, systems
+from drehr_utils.profiles import ROOT, load_profile
+from drehr_utils.training import encoders
+
+
+@pytest.fixture
+def smoke(monkeypatch, tmp_path):
+    """The smoke profile with records of its own; models and the rest stay in its cache."""
+    monkeypatch.setattr(Record, "path", lambda self, profile: tmp_path / self.name)
+    return load_profile("smoke")
+
+
+@pytest.mark.slow
+def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
+    before = {path: path.read_bytes() for path in (ROOT / "data/runs").glob("*")}
+    runs.main(["--profile", "smoke", "--only", "Comb", "Supervised", "--seeds", "0", "1"])
+    assert {path: path.read_bytes() for path in (ROOT / "data/runs").glob("*")} == before
+    found = runs.recorded(smoke)
+    assert list(found) == ["Comb", "Supervised"] and runs.recorded(load_profile("full")) == {}
+    for name, record in found.items():
+        folder, curve = systems.train(smoke, name, 1)
+        for group, test_set in runs.tested(smoke, name, 1).items():
+            expected = systems.recall(smoke, test_set, folder)
+            both = runs.recall(smoke, test_set, record)
+            assert group == test_set.name and set(both["seed"]) == {0, 1}
+            own = both[both["seed"] == 1].drop(columns="seed").reset_index(drop=True)
+            pd.testing.assert_frame_equal(own, expected)
+        assert set(record.values["steps"]) == {2} and set(record.values["pairs"]) == {2 * 8} == {
+            systems.pairs_shown(smoke, name)
+        }
+    # The comb's own task on the way: the start's level, then the trained model's, by another encoding of the texts.
+    folder, curve = systems.train(smoke, "Comb")
+    points, own = runs.curves(smoke, {})["Comb"], systems.own_test(smoke, "Comb")
+    assert points["step"].tolist() == [0, 2]
+    for (_, point), encoder in zip(
+        points.iterrows(), (systems.load(smoke, "start"), encoders.load_encoder(folder)), strict=True
+    ):
+        means = systems.encoder_recall(encoder, own).groupby("metric")["value"].mean()
+        assert np.allclose([point["R@1"], point["R@25"]], means[["R@1", "R@25"]], atol=100 / len(own.mentions) + 1e-9)
+    assert runs.live(smoke)[:2] == ["ICD-10 Syn", "ICD-10 Graph"] and "Supervised" not in runs.live(smoke)
+    runs.main(["--profile", "smoke", "--only", "Comb"])  # there already: nothing is trained or written
+    assert runs.stale(smoke) == []
+    monkeypatch.setattr(systems, "training", lambda *_: load_profile("open").kg.training)
+    with pytest.raises(SystemExit, match="1"):
+        runs.main(["--profile", "smoke", "--check"])
+    assert "Comb, seed 0: other settings" in capsys.readouterr().out
+
+
+def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
+    assert runs.recorded(smoke) == {} and runs.live(smoke) == systems.names(smoke)
+    assert runs.maker(smoke) == smoke and runs.maker(load_profile("open")) == load_profile("full")
+
+
+def test_the_committed_records_give_table_3_and_figure_2():
+    record = runs.VALUES.read(load_profile("open"))
+    means = record.groupby(["system", "group", "metric"])["value"].mean()
+    shown = record.drop_duplicates("system").set_index("system")["pairs"]
+    assert len(shown)
+    for name in ("kg_table3", "kg_figure2"):
+        table = tables.read_table(name)
+        rows = table[table["system"].isin(shown.index)]
+        assert len(rows) and (rows["budget"] == rows["system"].map(shown)).all()
+        keys = pd.MultiIndex.from_frame(rows[["system", "group", "metric"]])
+        assert rows["ours"].to_numpy() == pytest.approx(means[keys].to_numpy(), abs=1e-3)
