@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from drehr_utils import artifacts, files
-from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training.encoders import describe_device
 
 REMAKE = "restore it, or remake it by its command"
@@ -75,3 +77,30 @@ class Record:
             files.write_atomically(path, table.to_csv(index=False).encode())
         print(f"{path.name}: {', '.join(map(str, key.values()))} ({minutes} min)", flush=True)
         return True
+
+
+# --- the commands that make records ----------------------------------------------------------------------------------
+
+
+def command(doc: str) -> argparse.ArgumentParser:
+    """The options that all of them have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--remake", action="store_true", help="also what the records hold")
+    parser.add_argument("--check", action="store_true", help="say which are out of date, and make none")
+    parser.add_argument("--profile", default="full")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Profile]:
+    """The options and the profile that they name; a profile that can't be loaded ends the command with why."""
+    options = parser.parse_args(arguments)
+    try:
+        return options, load_profile(options.profile)
+    except DataError as error:
+        parser.error(str(error))
+
+
+def end_check(out_of_date: Sequence[str]) -> None:
+    """Prints what `--check` found, a line each, and exits: with 1 where it found anything."""
+    print("\n".join(out_of_date) or "none out of date")
+    raise SystemExit(int(bool(out_of_date)))

@@ -20,8 +20,7 @@ import pandas as pd
 from sentence_transformers import SentenceTransformer
 
 from drehr_utils import pipeline
-from drehr_utils.errors import DataError
-from drehr_utils.evaluation import intervals, medquad, metrics
+from drehr_utils.evaluation import intervals, medquad, metrics, records
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.capr import systems as capr
 from drehr_utils.papers.drehr import rivals
@@ -30,7 +29,7 @@ from drehr_utils.papers.kg import systems as kg
 from drehr_utils.papers.radiology import systems as radiology
 from drehr_utils.papers.radiology.entries import SentenceQueries
 from drehr_utils.papers.radiology.retrieval import Score, bm25, query_values, remembering
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 from drehr_utils.search.hybrid import Hybrid
 from drehr_utils.training import encoders
 from drehr_utils.use.search import SHIPPED
@@ -125,11 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remake", action="store_true", help="ask retrievers that the record has again")
     parser.add_argument("--only", metavar="RETRIEVER", help="this one")
     parser.add_argument("--profile", default="open", help="another than open has its record in its cache")
-    options = parser.parse_args(arguments)
-    try:
-        profile = load_profile(options.profile)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
     found = retrievers(profile)
     if options.only and options.only not in found:
         parser.error(f"no retriever {options.only!r}; there are {', '.join(found)}")

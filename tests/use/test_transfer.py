@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from drehr_utils import pipeline
+from drehr_utils.evaluation import records
 from drehr_utils.papers.capr import systems as capr
 from drehr_utils.papers.drehr import rivals
 from drehr_utils.papers.kg import systems as kg
@@ -57,7 +58,7 @@ def _pairs(a, b):
 
 
 def test_the_start_by_hand_chance_and_the_kept_record(smoke, capsys, monkeypatch):
-    monkeypatch.setattr(transfer, "load_profile", lambda name: smoke)
+    monkeypatch.setattr(records, "load_profile", lambda name: smoke)
     for name in (rivals.CHANCE, "BM25", pipeline.START):
         transfer.main(["--only", name])
     record = transfer.RECORD.read(smoke)

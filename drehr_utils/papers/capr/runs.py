@@ -11,17 +11,15 @@ its last checkpoint: start it in a clone of its own, where no edit makes it anot
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pandas as pd
 
 from drehr_utils import artifacts
-from drehr_utils.errors import DataError
-from drehr_utils.evaluation import medquad
+from drehr_utils.evaluation import medquad, records
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.capr import report, systems
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
 RECORD = Record("runs/capr.csv.gz")
@@ -98,20 +96,12 @@ def stale(profile: Profile) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__)
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=systems.TRAINED, default=systems.TRAINED)
-    parser.add_argument("--remake", action="store_true", help="also what the record holds")
-    parser.add_argument("--check", action="store_true", help="say which are out of date; trains nothing")
-    parser.add_argument("--profile", default="full")
-    options = parser.parse_args(arguments)
-    try:
-        profile = replace(load_profile(options.profile), save_steps=SAVE_STEPS)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
+    profile = replace(profile, save_steps=SAVE_STEPS)
     if options.check:
-        out_of_date = stale(profile)
-        print(f"out of date: {', '.join(out_of_date) or 'none'}")
-        raise SystemExit(int(bool(out_of_date)))
+        records.end_check(stale(profile))
     for name in options.only:
         made_of, make = digest(profile, name), lambda name=name: measured(profile, name)
         RECORD.add(profile, {"system": name}, make, remake=options.remake, digest=made_of)

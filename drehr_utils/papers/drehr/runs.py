@@ -2,7 +2,7 @@
 
     python -m drehr_utils.papers.drehr.runs                       # all that the records lack: half a day on two cores
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
-    python -m drehr_utils.papers.drehr.runs --check               # which records are of another recipe, data or code
+    python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes and of ablations:
 scores-sizes.csv.gz, scores-ablations.csv.gz) holds every search's scores, a column a training;
@@ -15,7 +15,6 @@ another, and copy data/runs from there. On two cores, two of them at once with o
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -35,11 +34,11 @@ from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import medquad, metrics
+from drehr_utils.evaluation import medquad, metrics, records
 from drehr_utils.evaluation.claims import judged as judged
 from drehr_utils.evaluation.records import REMAKE
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals, systems
-from drehr_utils.profiles import ROOT, Profile, load_profile
+from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.search import retrievers
 from drehr_utils.training import encoders, trainer
 from drehr_utils.training.positives import PositiveSets
@@ -330,24 +329,15 @@ def stale(profile: Profile) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__)
     parser.add_argument("--only", nargs="+", metavar="ROW", help=f"or {UNTRAINED}, for their run files")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
-    parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument("--check", action="store_true", help="say which are out of date; five steps of each: minutes")
-    parser.add_argument("--profile", default="full")
-    options = parser.parse_args(arguments)
-    try:
-        profile = load_profile(options.profile)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
     known = systems.rows(profile)
     if unknown := set(options.only or ()) - {UNTRAINED, *known}:
         parser.error(f"no row {min(unknown)!r}; there are {UNTRAINED}, {', '.join(known)}")
     if options.check:
-        out_of_date = stale(profile)
-        print("\n".join(out_of_date) or f"{len(abouts(profile))} records, none out of date")
-        raise SystemExit(int(bool(out_of_date)))
+        records.end_check(stale(profile))
     chosen = options.only or [UNTRAINED, *(row for row in known if not systems.lacking(profile, row))]
     for row in chosen:
         if row == UNTRAINED:

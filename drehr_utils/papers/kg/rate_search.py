@@ -18,12 +18,11 @@ import pandas as pd
 
 from drehr_utils import artifacts
 from drehr_utils.config import PairConfig
-from drehr_utils.errors import DataError
-from drehr_utils.evaluation import intervals
+from drehr_utils.evaluation import intervals, records
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.kg import linking, systems
 from drehr_utils.papers.kg.tasks import Task
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 
 RECORD = Record("kg_dev_search.csv")
 CHOICES = {  # task -> learning rate, scale, mask_false_negatives; 3e-5 is the paper's rate
@@ -67,11 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remake", action="store_true", help="score candidates that the record has again")
     parser.add_argument("--only", choices=CHOICES, help="the candidates of this task")
     parser.add_argument("--profile", default="open", help="another than open has its record in its cache")
-    options = parser.parse_args(arguments)
-    try:
-        profile = load_profile(options.profile)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
     for task in [options.only] if options.only else CHOICES:
         if task == systems.SUPERVISED:
             train, dev = systems.supervised_dev(profile)

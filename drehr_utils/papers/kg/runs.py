@@ -11,7 +11,6 @@ copy data/runs/kg* from there.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import pandas as pd
 from sentence_transformers import SentenceTransformer
 
 from drehr_utils import artifacts, files
-from drehr_utils.errors import DataError
+from drehr_utils.evaluation import records
 from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import TestSet
@@ -165,24 +164,15 @@ def stale(profile: Profile) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__)
     parser.add_argument("--only", nargs="+", metavar="SYSTEM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
-    parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument("--check", action="store_true", help="say which are out of date; trains nothing")
-    parser.add_argument("--profile", default="full")
-    options = parser.parse_args(arguments)
-    try:
-        profile = load_profile(options.profile)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
     known = systems.names(profile)
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
     if options.check:
-        out_of_date = stale(profile)
-        print("\n".join(out_of_date) or "none out of date")
-        raise SystemExit(int(bool(out_of_date)))
+        records.end_check(stale(profile))
     for system in options.only or known:
         for seed in options.seeds:
             record(profile, system, seed, options.remake)

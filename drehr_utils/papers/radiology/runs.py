@@ -10,7 +10,6 @@ was cut off is begun again; what was done before it is kept.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 
 from drehr_utils import artifacts, pipeline
 from drehr_utils.config import TripletConfig
-from drehr_utils.errors import DataError
+from drehr_utils.evaluation import records
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.radiology import systems, triplets
 from drehr_utils.papers.radiology.reports import read_judgments
@@ -200,20 +199,11 @@ def stale(profile: Profile) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, metavar="N", help="beside 0")
-    parser.add_argument("--remake", action="store_true", help="also what the record holds")
-    parser.add_argument("--check", action="store_true", help="say which are out of date, and train nothing")
-    parser.add_argument("--profile", default="full")
-    options = parser.parse_args(arguments)
-    try:
-        profile = load_profile(options.profile)
-    except DataError as error:
-        parser.error(str(error))
+    options, profile = records.parse(parser, arguments)
     if options.check:
-        out_of_date = stale(profile)
-        print("\n".join(out_of_date) or "none out of date")
-        raise SystemExit(int(bool(out_of_date)))
+        records.end_check(stale(profile))
     for training in trainings(profile, tuple(options.seeds), lambda: tried_rates(RECORD.read(profile))):
         made_of = digest(profile, training)
         RECORD.add(profile, training.key, partial(values, profile, training), options.remake, made_of)

@@ -9,6 +9,7 @@ import pytest
 
 from drehr_utils import profiles
 from drehr_utils.config import Resampling
+from drehr_utils.evaluation import records
 from drehr_utils.papers.radiology import lexicon, retrieval, runs, systems
 from drehr_utils.profiles import load_profile
 
@@ -26,7 +27,7 @@ def smoke(monkeypatch, tmp_path, start):
     for made in (systems.collections, systems.entries, systems.rate_search):
         made.cache_clear()
     profile = replace(load_profile("smoke"), encoder=start)
-    monkeypatch.setattr(runs, "load_profile", lambda name: profile)
+    monkeypatch.setattr(records, "load_profile", lambda name: profile)
     yield profile
     for made in (systems.collections, systems.entries, systems.rate_search):
         made.cache_clear()
