@@ -19,6 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils.data.public_data import RemoteFile, download
+from drehr_utils.data.tsv import read_tsv
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals, records
 from drehr_utils.files import read_text_lines
@@ -74,24 +75,11 @@ def load_cometa(folder: Path, graph: KnowledgeGraph, of: str = "SNOMED") -> list
 
     Raises DataError (file, row, field) for a missing file or column, a row that is cut short and an empty field."""
 
-    def rows(path: Path, identifier: str) -> Iterator[tuple[str, str, str]]:
-        needed, at, where = ("ID", "Term", identifier), None, f"{path.parent.name}/{path.name}"
-        for number, line in read_text_lines(path, "COMETA is had by request: https://siphs.org/corpus"):
-            cells = line.rstrip("\r\n").split("\t")
-            if at is None:
-                if missing := [column for column in needed if column not in cells]:
-                    raise DataError(f"{where}, row 1: column {missing[0]} is missing; columns are separated by tabs")
-                at = [cells.index(column) for column in needed]
-                continue
-            for column, place in zip(needed, at, strict=True):
-                if place >= len(cells) or not cells[place].strip():
-                    raise DataError(f"{where}, row {number}, field {column}: empty or cut short")
-            yield tuple(cells[place].strip() for place in at)
+    def rows(split: str, identifier: str) -> Iterator[tuple[str, str, str]]:
+        hint = "COMETA is had by request: https://siphs.org/corpus"
+        return (cells for _, cells in read_tsv(Path(folder) / split / "test.csv", ("ID", "Term", identifier), hint))
 
-    return [
-        _test_set(name, of, graph, rows(Path(folder) / split / "test.csv", identifier))
-        for name, (split, identifier) in COMETA_SPLITS.items()
-    ]
+    return [_test_set(name, of, graph, rows(*split)) for name, split in COMETA_SPLITS.items()]
 
 
 CORPORA: dict[str, tuple[str, Callable[[Path, KnowledgeGraph], list[TestSet]]]] = {

@@ -1,0 +1,102 @@
+"""WikiSectionQA and HealthQA, CAPR's test sets beside MedQuAD, as CDV's authors export them (CAPR §4.1, Table 1).
+
+    python -m drehr_utils.papers.capr.corpora FOLDER --systems CAPR-Bi CDV    # trained on notes, where they aren't yet
+
+FOLDER has `<name>_docs.tsv` and `<name>_queries.tsv`, which github.com/sebastianarnold/CDV makes: data/WikiSectionQA
+and data/HealthQA, `convert.sh` (HealthQA's texts are had by request). R@1 and R@5 with 95% intervals, among each
+query's own candidates, as notebook 13's Table 3. Only files in this layout were read here: the sets need a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from drehr_utils.data.notes import clean
+from drehr_utils.data.tsv import read_tsv
+from drehr_utils.errors import DataError
+from drehr_utils.evaluation import intervals, medquad, records
+from drehr_utils.evaluation.medquad import MedQuad
+from drehr_utils.papers.capr import systems
+from drehr_utils.papers.capr.passages import Passage, query_text
+from drehr_utils.papers.capr.systems import Task
+from drehr_utils.profiles import Profile
+
+HINT = "CDV's convert.sh makes it: https://github.com/sebastianarnold/CDV/tree/master/data"
+DOCS, QUERIES = ("doc_id", "p_id", "text"), ("query_id", "relevance", "p_id", "entity_name", "aspect_label")
+COLUMNS = ["system", "metric", "ours", "low", "high", "p"]  # of what is printed
+
+
+def load_exported(folder: Path, name: str) -> Task:
+    """An exported test set: `<name>_docs.tsv`, a sentence a line, and `<name>_queries.tsv`, a candidate a line.
+
+    A query is "entity ; aspect", as MedQuAD's. One with fewer candidates than another has an answer of its own again in
+    the places left, which moves no other's rank. Raises DataError (file, row, field) as read_tsv, for a candidate that
+    isn't among the passages and for a query without an answer."""
+    documents, spans = defaultdict(list), {}
+    for number, (document, passage, text) in read_tsv(Path(folder) / f"{name}_docs.tsv", DOCS, HINT):
+        sentences = documents[document]
+        place = spans.setdefault(passage, [document, len(sentences), len(sentences)])
+        if place[0] != document or place[2] != len(sentences):
+            raise DataError(f"{name}_docs.tsv, row {number}, field p_id: lines of passage {passage} aren't together")
+        sentences.append(clean(text))
+        place[2] = len(sentences)
+    whole = {document: tuple(sentences) for document, sentences in documents.items()}
+    pool = [Passage(p, d, None, (), whole[d], start, end) for p, (d, start, end) in spans.items()]
+    at = {passage.id: place for place, passage in enumerate(pool)}
+
+    data, asked = MedQuad({}, {}, {passage.id: passage.text for passage in pool}, {}), defaultdict(list)
+    for number, row in read_tsv(Path(folder) / f"{name}_queries.tsv", QUERIES, HINT):
+        query, relevance, passage, entity, aspect = row
+        if passage not in at:
+            raise DataError(f"{name}_queries.tsv, row {number}, field p_id: {passage} is no passage of {name}_docs.tsv")
+        data.queries[query], data.aspects[query] = query_text(clean(entity), aspect), aspect
+        asked[query].append(at[passage])
+        if relevance == "1":
+            data.qrels.setdefault(query, {})[passage] = 1
+    if unanswered := [query for query in data.queries if query not in data.qrels]:
+        raise DataError(f"{name}_queries.tsv: query {unanswered[0]} has no answer (relevance 1) among its candidates")
+    most = max(map(len, asked.values()), default=0)
+    again = {query: at[next(iter(found))] for query, found in data.qrels.items()}
+    rows = [found + [again[query]] * (most - len(found)) for query, found in asked.items()]
+    return Task(data, pool, np.array(rows).reshape(len(rows), most))
+
+
+def compared(profile: Profile, name: str, task: Task, systems_asked: Sequence[str]) -> pd.DataFrame:
+    """BM25, the start and trained systems on a test set, as intervals.result_rows; p is against the start."""
+    data, pool, candidates = task
+    bm25 = np.take_along_axis(medquad.term_scores(data, "BM25"), candidates, axis=1)
+    scores = {system: systems.scored(profile, system, name, *task) for system in (systems.START, *systems_asked)}
+    values = {system: medquad.recall_values(data, candidates, of) for system, of in ({"BM25": bm25} | scores).items()}
+    rows = []
+    for system, found in values.items():
+        base = None if system == systems.START else values[systems.START]
+        rows.append(intervals.result_rows(system, "", name, found, profile.resampling, base))
+    return pd.concat(rows, ignore_index=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--systems", nargs="+", default=[], metavar="SYSTEM", choices=systems.TRAINED)
+    parser.add_argument("--profile", default="open")
+    options, profile = records.parse(parser, arguments)
+    found = sorted(path.name.removesuffix("_queries.tsv") for path in options.folder.glob("*_queries.tsv"))
+    if not found:
+        parser.error(f"{options.folder.name}: no <name>_queries.tsv there; {HINT}")
+    try:
+        for name in found:
+            task = load_exported(options.folder, name)
+            print(f"{name}: {len(task.data.queries):,} queries, {len(task.pool):,} passages")
+            print(compared(profile, name, task, options.systems)[COLUMNS].round(2).to_string(index=False))
+    except DataError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""CDV's exported test sets: a set in its layout, written by hand; recall against a count by hand."""
+
+import pytest
+
+from drehr_utils.errors import DataError
+from drehr_utils.papers.capr import corpora, systems
+from drehr_utils.profiles import load_profile
+
+DOCS = [
+    ("D1", "D1-a", "Gout is a form of arthritis."), ("D1", "D1-a", 'It is called "the disease of kings".'),
+    ("D1", "D1-b", "Colchicine and allopurinol are given."), ("D2", "D2-a", "Asthma narrows the airways."),
+    ("D2", "D2-b", "Inhaled steroids are given."),
+]  # fmt: skip
+QUERIES = [
+    ("1", "1", "D1-a", "Gout", "information"), ("1", "0", "D2-a", "Gout", "information"),
+    ("1", "0", "D1-b", "Gout", "information"), ("2", "0", "D2-a", "Asthma", "treatment"),
+    ("2", "1", "D2-b", "Asthma", "treatment"),
+]  # fmt: skip
+
+
+def exported(folder, docs=DOCS, queries=QUERIES, name="WikiSectionQA_test"):
+    folder.mkdir(exist_ok=True)
+    lines = ["doc_id\tp_id\tt\ttext", *("\t".join((d, p, str(t), text)) for t, (d, p, text) in enumerate(docs))]
+    (folder / f"{name}_docs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    header = "query_id\trelevance\tdoc_id\tp_id\tquestion\tentity_id\tentity_name\taspect_label\taspect_heading"
+    rows = ["\t".join((q, r, p[:2], p, "What?", "Q1", e, a, a)) for q, r, p, e, a in queries]
+    (folder / f"{name}_queries.tsv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_an_exported_set_by_hand(tmp_path):
+    data, pool, candidates = corpora.load_exported(exported(tmp_path), "WikiSectionQA_test")
+    assert data.queries == {"1": "gout ; information", "2": "asthma ; treatment"}
+    assert data.qrels == {"1": {"D1-a": 1}, "2": {"D2-b": 1}} and data.aspects["2"] == "treatment"
+    assert [p.id for p in pool] == ["D1-a", "D1-b", "D2-a", "D2-b"]
+    assert data.passages["D1-a"].count(".") == 2 and pool[1].document == pool[0].document and pool[1].start == 2
+    assert candidates.tolist() == [[0, 2, 1], [2, 3, 3]]  # the second has two candidates: its answer again
+
+
+def test_recall_among_a_query_s_own_candidates_by_hand(tmp_path, monkeypatch):
+    task = corpora.load_exported(exported(tmp_path), "WikiSectionQA_test")
+    rows = corpora.compared(load_profile("smoke"), "WikiSectionQA_test", task, []).set_index(["system", "metric"])
+    # BM25: "gout" is in D1-a alone; "asthma" in D2-a, which is no answer, so that D2-b comes second.
+    assert rows.loc[("BM25", "R@1"), "ours"] == 50 and rows.loc[("BM25", "R@5"), "ours"] == 100
+    assert rows.loc[(systems.START, "R@5"), "ours"] == 100
+
+
+@pytest.mark.parametrize(
+    ("docs", "queries", "said"),
+    [
+        ([*DOCS, ("D1", "D1-a", "More.")], QUERIES, "row 7, field p_id: lines of passage D1-a aren't together"),
+        (DOCS, [*QUERIES, ("2", "0", "D9-a", "Asthma", "x")], "row 7, field p_id: D9-a is no passage of"),
+        (DOCS, QUERIES[:4], "query 2 has no answer"),
+        ([("D1", "D1-a", " ")], QUERIES, "row 2, field text: empty or cut short"),
+    ],
+)
+def test_malformed(tmp_path, docs, queries, said):
+    with pytest.raises(DataError, match=said):
+        corpora.load_exported(exported(tmp_path, docs, queries), "WikiSectionQA_test")
+
+
+def test_the_command(tmp_path, capsys):
+    corpora.main([str(exported(tmp_path / "data")), "--profile", "smoke"])
+    out = capsys.readouterr().out
+    assert "WikiSectionQA_test: 2 queries, 4 passages" in out and out.count("R@5") == 2
+    with pytest.raises(SystemExit):
+        corpora.main([str(tmp_path), "--profile", "smoke"])
+    assert "no <name>_queries.tsv there; CDV's convert.sh makes it" in capsys.readouterr().err
