@@ -14,7 +14,7 @@ from drehr_utils.papers.kg import pair_training
 from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.papers.kg.runs import Model, recall
 from drehr_utils.papers.kg.systems import graphs, load, zero_shot_setting
-from drehr_utils.papers.kg.tasks import Task, text_key
+from drehr_utils.papers.kg.tasks import Task, icd10_parent, icd10_sections, text_key
 from drehr_utils.profiles import Profile
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.fusion import rank, tie_keys
@@ -90,6 +90,22 @@ def gain_draws(
         draws = intervals.bootstrap_means(gains.to_numpy(), profile.resampling, concepts)
         frames.append(pd.DataFrame(draws, columns=gains.columns))
     return pd.concat(frames, axis=1).rename_axis(columns=["system", "group", "metric"])
+
+
+def naming_the_parent(test_set: TestSet) -> pd.DataFrame:
+    """Of a test set against ICD-10-CM the mentions that name the code above their gold one, and not the gold one too:
+    search_id, mention, gold, parent. What edges are to be good for (§6.3): mention and concept stand in is-a."""
+
+    def named(code: str) -> set[str]:
+        return {text_key(text) for texts in icd10_sections(code).values() for text in texts}
+
+    rows = []
+    for mention in test_set.mentions:
+        gold, text = min(mention.concepts), text_key(mention.text)
+        parent = icd10_parent(gold)
+        if parent and text in named(parent) and text not in named(gold):
+            rows.append((mention.id, mention.text, gold, parent))
+    return pd.DataFrame(rows, columns=["search_id", "mention", "gold", "parent"])
 
 
 def known_false_negatives(train: Task, config: PairConfig) -> dict[str, int]:

@@ -19,7 +19,7 @@ from drehr_utils.papers.kg.linking import (
     recall_values,
     resolve_ids,
 )
-from drehr_utils.papers.kg.report import ranked
+from drehr_utils.papers.kg.report import naming_the_parent, ranked
 from drehr_utils.papers.kg.systems import OPEN_LINKING
 from drehr_utils.profiles import load_profile
 from drehr_utils.search.fusion import tie_keys
@@ -93,6 +93,15 @@ def test_open_linking_counts_and_encounters():
     assert code["schizophrenia"] == "F20.9" and "B20" in data.concepts
     assert "I10" in data.concepts and "E11" not in data.concepts  # the most specific codes only
     assert 30_000 < len(data.concepts) < 40_000
+
+
+def test_mentions_that_name_the_code_above():
+    told = {"schizophrenia": "F20.9", "Schizophrenia, unspecified": "F20.9", "sad": "F32.9", "podagra": "M10.9"}
+    mentions = [Mention(f"m{i}", "d", text, frozenset([code])) for i, (text, code) in enumerate(told.items())]
+    found = naming_the_parent(TestSet("t", "ICD-10", {}, {}, mentions))
+    # "podagra" is an inclusion term of M10, "gout"; "schizophrenia, unspecified" is F20.9's own description.
+    rows = [("m0", "schizophrenia", "F20.9", "F20"), ("m3", "podagra", "M10.9", "M10")]
+    assert list(found.itertuples(index=False, name=None)) == rows
 
 
 def test_open_linking_malformed(tmp_path):
