@@ -9,10 +9,14 @@ from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
 
 
-def read_tsv(path: Path, columns: Sequence[str], hint: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Row number (the header is row 1) and the cells of the `columns`, stripped; `hint` says how a file is had.
+def read_tsv(
+    path: Path, columns: Sequence[str], hint: str, may_be_empty: Sequence[str] = ()
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Row number (the header is row 1) and the cells of `columns` and of those that `may_be_empty`, stripped; `hint`
+    says how a file is had.
 
-    Raises DataError (file, row, field) for a missing file or column and for an empty cell."""
+    Raises DataError (file, row, field) for a missing file or column, a row that is cut short and an empty cell."""
+    columns = (*columns, *may_be_empty)
     at, where = None, f"{path.parent.name}/{path.name}"
     for number, line in read_text_lines(path, hint):
         cells = line.rstrip("\r\n").split("\t")
@@ -22,6 +26,6 @@ def read_tsv(path: Path, columns: Sequence[str], hint: str) -> Iterator[tuple[in
             at = [cells.index(column) for column in columns]
             continue
         for column, place in zip(columns, at, strict=True):
-            if place >= len(cells) or not cells[place].strip():
+            if place >= len(cells) or not (cells[place].strip() or column in may_be_empty):
                 raise DataError(f"{where}, row {number}, field {column}: empty or cut short")
         yield number, tuple(cells[place].strip() for place in at)

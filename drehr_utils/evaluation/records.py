@@ -24,12 +24,14 @@ REMAKE = "restore it, or remake it by its command"
 class Record:
     """A CSV table (`name`.gz: gzipped) that grows by a group of rows at a time.
 
-    It lies in data/, committed, for a profile whose results are, `full` too; another's lies in its cache."""
+    It lies in data/, committed, for a profile whose results are; of those that `full` makes for others to show,
+    `runs/`, `full`'s too. Any other profile's lies in its cache."""
 
     name: str
 
     def path(self, profile: Profile) -> Path:
-        return (ROOT / "data" if profile.in_place or profile.recorded else profile.cache) / self.name
+        committed = profile.in_place or profile.recorded and self.name.startswith("runs/")
+        return (ROOT / "data" if committed else profile.cache) / self.name
 
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)

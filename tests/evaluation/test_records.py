@@ -59,3 +59,9 @@ def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         TOY.add(smoke, {"name": "b", "share": 1.0}, rows(2))
     assert TOY.path(smoke).read_bytes() == before
+
+
+def test_full_makes_the_records_that_open_shows_and_no_others():
+    opened, full = load_profile("open"), load_profile("full")
+    runs, own = Record("runs/toy.csv"), Record("toy.csv")
+    assert runs.path(opened) == runs.path(full) and own.path(opened) != own.path(full) == full.cache / "toy.csv"

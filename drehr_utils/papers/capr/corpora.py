@@ -2,9 +2,10 @@
 
     python -m drehr_utils.papers.capr.corpora FOLDER --systems CAPR-Bi CDV    # trained on notes, where they aren't yet
 
-FOLDER has `<name>_docs.tsv` and `<name>_queries.tsv`, which github.com/sebastianarnold/CDV makes: data/WikiSectionQA
-and data/HealthQA, `convert.sh` (HealthQA's texts are had by request). R@1 and R@5 with 95% intervals, among each
-query's own candidates, as notebook 13's Table 3. Only files in this layout were read here: the sets need a network.
+FOLDER has `<name>_docs.tsv` and `<name>_queries.tsv`, which github.com/sebastianarnold/CDV makes (data/WikiSectionQA,
+`convert.sh`; HealthQA's texts are had by request, and its script may refuse them as another set's). R@1 and R@5 with
+95% intervals, among each query's own candidates, as notebook 13's Table 3. Only files in this layout were read here:
+the sets need a network.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from drehr_utils.papers.capr.systems import Task
 from drehr_utils.profiles import Profile
 
 HINT = "CDV's convert.sh makes it: https://github.com/sebastianarnold/CDV/tree/master/data"
-DOCS, QUERIES = ("doc_id", "p_id", "text"), ("query_id", "relevance", "p_id", "entity_name", "aspect_label")
+DOCS, QUERIES = ("doc_id", "p_id"), ("query_id", "relevance", "p_id", "entity_name", "aspect_label")
 COLUMNS = ["system", "metric", "ours", "low", "high", "p"]  # of what is printed
 
 
@@ -39,7 +40,7 @@ def load_exported(folder: Path, name: str) -> Task:
     the places left, which moves no other's rank. Raises DataError (file, row, field) as read_tsv, for a candidate that
     isn't among the passages and for a query without an answer."""
     documents, spans = defaultdict(list), {}
-    for number, (document, passage, text) in read_tsv(Path(folder) / f"{name}_docs.tsv", DOCS, HINT):
+    for number, (document, passage, text) in read_tsv(Path(folder) / f"{name}_docs.tsv", DOCS, HINT, ("text",)):
         sentences = documents[document]
         place = spans.setdefault(passage, [document, len(sentences), len(sentences)])
         if place[0] != document or place[2] != len(sentences):
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--systems", nargs="+", default=[], metavar="SYSTEM", choices=systems.TRAINED)
-    parser.add_argument("--profile", default="open")
+    parser.add_argument("--profile", default="full")
     options, profile = records.parse(parser, arguments)
     found = sorted(path.name.removesuffix("_queries.tsv") for path in options.folder.glob("*_queries.tsv"))
     if not found:

@@ -169,11 +169,12 @@ def _stages(model: Path) -> Iterator[Path]:
 
 
 def add_scores(path: Path, name: str, found: dict[str, pd.DataFrame]) -> None:
-    """Puts a training's per-search scores, by split, into its column of a scores_file."""
+    """Puts a training's per-search scores, by split, into its column of a scores_file; one process at a time."""
     long = pd.concat(found, names=["split", None]).reset_index("split")
     column = long[long["metric"] != metrics.AVERAGE].set_index(KEYS)["value"].round(4).rename(name)
-    table = _scores(path).drop(columns=name, errors="ignore") if path.exists() else None
-    files.write_atomically(path, pd.concat([table, column], axis=1).to_csv().encode())
+    with artifacts.lock(path.with_name(f".{path.name}.lock"), f"adding to {path.name}"):
+        table = _scores(path).drop(columns=name, errors="ignore") if path.exists() else None
+        files.write_atomically(path, pd.concat([table, column], axis=1).to_csv().encode())
 
 
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:

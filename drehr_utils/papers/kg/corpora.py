@@ -89,7 +89,8 @@ CORPORA: dict[str, tuple[str, Callable[[Path, KnowledgeGraph], list[TestSet]]]] 
 
 
 def unseen(profile: Profile, test_set: TestSet, names: Sequence[str]) -> TestSet:
-    """The test set without mentions that a training of the systems `names` shows, the same for all (§2)."""
+    """The test set without mentions that a training of the systems `names` shows, the same for all: zero-shot on
+    mentions (§2); a training's pairs may hold other names of their concepts."""
     tasks = [task for name in names for task in systems.trained_on(profile, name)]
     shown = {text_key(text) for task in tasks for text in task.used_texts()}
     kept = [mention for mention in test_set.mentions if text_key(mention.text) not in shown]

@@ -43,6 +43,7 @@ def test_two_trained_ablations_differ_by_their_sources_only():
 def test_rows_are_cumulative_at_one_budget_and_the_last_is_the_recipe():
     profile = load_profile("full")
     rows = ablations.stage1_ablation(profile)
+    equal = rows.pop(ablations.EQUAL_STEPS)
     assert len({recipe.stage2 for recipe in rows.values()}) == 1
     assert [rows[name].stage1.sources for name in ablations.STAGE1_ROWS] == [
         *(STAGE1_SOURCES[:n] for n in (1, 2, 3, 4)), None]  # fmt: skip
@@ -51,6 +52,8 @@ def test_rows_are_cumulative_at_one_budget_and_the_last_is_the_recipe():
         ours, full = getattr(last, stage), getattr(plain, stage)
         assert {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(full, f.name)} == {"max_steps"}
         assert ours.max_steps == round(0.5 * 10 * (len(pipeline.chunks(profile)) // 32))
+    both = sum(stage.max_steps for stage in (last.stage1, last.stage2))
+    assert equal == replace(profile.without_stage1(), stage2=replace(equal.stage2, max_steps=both))
     without = profile.without_stage1()  # as many steps as both stages take
     assert without == replace(plain, stage1=None, stage2=replace(plain.stage2, epochs=20))
     single = ablations.stage2_ablation(profile)
