@@ -6,7 +6,7 @@ import argparse
 import datetime
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pandas as pd
 
 from drehr_utils import artifacts, files
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation import intervals
 from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training.encoders import describe_device
 
@@ -81,7 +82,7 @@ class Record:
         return True
 
 
-# --- the commands that make records ----------------------------------------------------------------------------------
+# --- the commands that make records, or measure what has none --------------------------------------------------------
 
 
 def command(doc: str) -> argparse.ArgumentParser:
@@ -106,3 +107,14 @@ def end_check(out_of_date: Sequence[str]) -> None:
     """Prints what `--check` found, a line each, and exits: with 1 where it found anything."""
     print("\n".join(out_of_date) or "none out of date")
     raise SystemExit(int(bool(out_of_date)))
+
+
+def printed(profile: Profile, values: Mapping[str, pd.DataFrame], start: str) -> pd.DataFrame:
+    """What a command prints of systems' values: mean, 95% interval, and p against the system `start`, by metric."""
+    rows = [
+        intervals.result_rows(name, "", "", found, profile.resampling, None if name == start else values[start])
+        for name, found in values.items()
+    ]
+    return pd.concat(rows)[["system", "metric", "ours", "low", "high", "p"]].round(
+        {"ours": 1, "low": 1, "high": 1, "p": 4}
+    )

@@ -21,7 +21,7 @@ import pandas as pd
 from drehr_utils.data.notes import clean
 from drehr_utils.data.tsv import read_tsv
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import intervals, medquad, records
+from drehr_utils.evaluation import medquad, records
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import Passage, query_text
@@ -30,7 +30,6 @@ from drehr_utils.profiles import Profile
 
 HINT = "CDV's convert.sh makes it: https://github.com/sebastianarnold/CDV/tree/master/data"
 DOCS, QUERIES = ("doc_id", "p_id"), ("query_id", "relevance", "p_id", "entity_name", "aspect_label")
-COLUMNS = ["system", "metric", "ours", "low", "high", "p"]  # of what is printed
 
 
 def load_exported(folder: Path, name: str) -> Task:
@@ -69,16 +68,12 @@ def load_exported(folder: Path, name: str) -> Task:
 
 
 def compared(profile: Profile, name: str, task: Task, systems_asked: Sequence[str]) -> pd.DataFrame:
-    """BM25, the start and trained systems on a test set, as intervals.result_rows; p is against the start."""
+    """BM25, the start and trained systems on a test set, as records.printed."""
     data, pool, candidates = task
     bm25 = np.take_along_axis(medquad.term_scores(data, "BM25"), candidates, axis=1)
     scores = {system: systems.scored(profile, system, name, *task) for system in (systems.START, *systems_asked)}
     values = {system: medquad.recall_values(data, candidates, of) for system, of in ({"BM25": bm25} | scores).items()}
-    rows = []
-    for system, found in values.items():
-        base = None if system == systems.START else values[systems.START]
-        rows.append(intervals.result_rows(system, "", name, found, profile.resampling, base))
-    return pd.concat(rows, ignore_index=True)
+    return records.printed(profile, values, systems.START)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in found:
             task = load_exported(options.folder, name)
             print(f"{name}: {len(task.data.queries):,} queries, {len(task.pool):,} passages")
-            print(compared(profile, name, task, options.systems)[COLUMNS].round(2).to_string(index=False))
+            print(compared(profile, name, task, options.systems).to_string(index=False))
     except DataError as error:
         parser.error(str(error))
 

@@ -21,7 +21,7 @@ import pandas as pd
 from drehr_utils.data.public_data import RemoteFile, download
 from drehr_utils.data.tsv import read_tsv
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import intervals, records
+from drehr_utils.evaluation import records
 from drehr_utils.files import read_text_lines
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg import systems
@@ -29,7 +29,6 @@ from drehr_utils.papers.kg.linking import Mention, TestSet, read_ncbi
 from drehr_utils.papers.kg.tasks import text_key
 from drehr_utils.profiles import Profile
 
-COLUMNS = ["system", "metric", "ours", "low", "high", "p"]  # of what is printed
 UNKNOWN = "concept that the graph doesn't have"  # the corpus names another release's
 SEEN = "stands in a training pair of one of the systems"  # so that it would not be zero-shot (§2)
 _MEDMENTIONS = "https://raw.githubusercontent.com/chanzuckerberg/MedMentions/12c256b306d76c17f61412a5168a9ed420519a83"
@@ -58,8 +57,8 @@ def _test_set(name: str, of: str, graph: KnowledgeGraph, rows: Iterator[tuple[st
     return replace(found, names={c: graph.synonyms(c) for c in found.gold})
 
 
-def load_medmentions(folder: Path, graph: KnowledgeGraph, of: str = "UMLS") -> list[TestSet]:
-    """The test part of MedMentions, full or ST21pv (its `data` folder), against the graph called `of`.
+def load_medmentions(folder: Path, graph: KnowledgeGraph) -> list[TestSet]:
+    """The test part of MedMentions, full or ST21pv (its `data` folder), against UMLS.
 
     Raises DataError as read_ncbi does, and where the corpus has no document of the test part."""
     corpus, test = (Path(folder) / file.name for file in MEDMENTIONS_FILES)
@@ -67,10 +66,10 @@ def load_medmentions(folder: Path, graph: KnowledgeGraph, of: str = "UMLS") -> l
     rows = [(pmid, mention, cui.removeprefix("UMLS:")) for pmid, mention, cui in read_ncbi(corpus) if pmid in kept]
     if not rows:
         raise DataError(f"{corpus.name}: no annotation of a document that {test.name} lists; fetch both again")
-    return [_test_set("MedMentions", of, graph, iter(rows))]
+    return [_test_set("MedMentions", "UMLS", graph, iter(rows))]
 
 
-def load_cometa(folder: Path, graph: KnowledgeGraph, of: str = "SNOMED") -> list[TestSet]:
+def load_cometa(folder: Path, graph: KnowledgeGraph) -> list[TestSet]:
     """The test parts of COMETA's four splits, `<split>/test.csv` (tab-separated, with a header), against SNOMED CT.
 
     Raises DataError (file, row, field) for a missing file or column, a row that is cut short and an empty field."""
@@ -79,7 +78,7 @@ def load_cometa(folder: Path, graph: KnowledgeGraph, of: str = "SNOMED") -> list
         hint = "COMETA is had by request: https://siphs.org/corpus"
         return (cells for _, cells in read_tsv(Path(folder) / split / "test.csv", ("ID", "Term", identifier), hint))
 
-    return [_test_set(name, of, graph, rows(*split)) for name, split in COMETA_SPLITS.items()]
+    return [_test_set(name, "SNOMED", graph, rows(*split)) for name, split in COMETA_SPLITS.items()]
 
 
 CORPORA: dict[str, tuple[str, Callable[[Path, KnowledgeGraph], list[TestSet]]]] = {
@@ -99,14 +98,10 @@ def unseen(profile: Profile, test_set: TestSet, names: Sequence[str]) -> TestSet
 
 
 def compared(profile: Profile, test_set: TestSet, names: Sequence[str]) -> pd.DataFrame:
-    """BM25, the start and the systems `names` on a test set, as intervals.result_rows; p is against the start."""
+    """BM25, the start and the systems `names` on a test set, as records.printed."""
     models = {"start": "start", "BM25": "BM25"} | {name: systems.train(profile, name)[0] for name in names}
     values = {name: systems.recall(profile, test_set, model) for name, model in models.items()}
-    rows = []
-    for name, found in values.items():
-        base = None if name == "start" else values["start"]
-        rows.append(intervals.result_rows(name, test_set.graph, test_set.name, found, profile.resampling, base))
-    return pd.concat(rows, ignore_index=True)
+    return records.printed(profile, values, "start")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -132,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
             told = ", ".join(f"{n:,}: {why}" for why, n in asked.left_out.items() if n) or "none"
             print(f"{asked.name}: {len(asked.mentions):,} mentions, {len(asked.concepts):,} concepts; left out: {told}")
             if asked.mentions:
-                print(compared(profile, asked, options.systems)[COLUMNS].round(2).to_string(index=False))
+                print(compared(profile, asked, options.systems).to_string(index=False))
     except DataError as error:
         parser.error(str(error))
 
