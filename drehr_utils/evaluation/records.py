@@ -50,6 +50,13 @@ class Record:
         own, _ = self._parts(profile, key)
         return str(own["digest"].iloc[0]) if len(own) else None
 
+    def fault(self, profile: Profile, key: dict[str, str | float], digest: str) -> list[str]:
+        """A line for `--check` where there are no rows with this key, or they were made of something else."""
+        if (made_of := self.digest(profile, key)) == digest:
+            return []
+        said = ", ".join(f"{name} {value}" for name, value in key.items())
+        return [f"{said}: {'not there' if made_of is None else 'other settings or data, or another start'}"]
+
     def add(
         self, profile: Profile, key: dict[str, str | float], make: Callable[[], pd.DataFrame], remake: bool = False,
         digest: str | None = None,

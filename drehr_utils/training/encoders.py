@@ -29,6 +29,23 @@ def has_fast_bf16() -> bool:
     return info.exists() and not {"avx512_bf16", "amx_bf16"}.isdisjoint(info.read_text().split())
 
 
+class RoundedTable(torch.autograd.Function):
+    """An embedding's weights rounded to bf16. Their gradient comes as the rows that the texts have, a sparse tensor: a
+    dense one would be the whole vocabulary's once for each bucket of texts."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor) -> Tensor:
+        ctx.shape = table.shape
+        return table.bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not gradient.is_sparse:  # an encoder that reads its table by other means, too
+            return gradient.float()
+        rows, values = gradient._indices()[0], gradient._values().float()
+        return torch.zeros(ctx.shape).index_add_(0, rows, values)
+
+
 class Rounded:
     """An encoder with its weights rounded to bf16 once, for all texts of a step: activations, residuals and gradients
     are bf16 too, and so are the sums of gradients over a step's buckets. The weights themselves, and what the optimizer
@@ -39,10 +56,21 @@ class Rounded:
 
     def __init__(self, encoder: torch.nn.Module):
         self.encoder = encoder
-        self.weights = {name: weight.bfloat16() for name, weight in encoder.named_parameters()}
+        tables = {f"{name}.weight" for name, part in encoder.named_modules() if isinstance(part, torch.nn.Embedding)}
+        self.weights = {
+            name: RoundedTable.apply(weight) if name in tables else weight.bfloat16()
+            for name, weight in encoder.named_parameters()
+        }
 
     def __call__(self, texts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return functional_call(self.encoder, self.weights, (texts,))
+        tables = [part for part in self.encoder.modules() if isinstance(part, torch.nn.Embedding)]
+        for table in tables:
+            table.sparse = True
+        try:
+            return functional_call(self.encoder, self.weights, (texts,))
+        finally:
+            for table in tables:  # its own weights' gradient stays dense, as AdamW takes it
+                table.sparse = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.encoder, name)
@@ -72,8 +100,8 @@ def load_encoder(
     encoder = SentenceTransformer(str(name_or_path), model_kwargs=safe, **settings)
     normalization.read_by_pass(encoder)
     encoder.max_seq_length = max_tokens
+    encoder[0].modality_config.pop("message", None)  # a chat model's: texts stay texts, no turns around them
     if pooling is not None:
-        encoder[0].modality_config.pop("message", None)  # a chat model's: texts stay texts, no turns around them
         at = next(i for i, module in enumerate(encoder) if isinstance(module, Pooling))
         encoder[at] = Pooling(encoder.get_embedding_dimension(), pooling_mode=pooling)
     if instruction:

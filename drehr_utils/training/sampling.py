@@ -186,7 +186,7 @@ class Collator:
     encoder: SentenceTransformer
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
     rows_per_bucket: int = 8
-    entity_buckets: int = 8
+    entity_buckets: int = 4
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
     share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode
 

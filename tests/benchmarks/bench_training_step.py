@@ -12,7 +12,7 @@ All else that is theirs and leaves the loss as it is, is in the plain step too: 
 the plain one, faster backwards on a CPU), and a copy of the negatives for each chunk's cosines. What would change
 the loss or is no training is left out, to its advantage: dropout, metrics of every step; and both read whole chunks,
 which theirs cuts at 160 tokens. Each step is a process of its own, and turns alternate, so that other load meets
-both; a speed-up is the ratio within one batch. A small batch comes first, untimed.
+both; a speed-up is the ratio within one batch. The first batch comes once before them, untimed.
 
 The share is of the rate of square bf16 matrix products of the best size, timed before each of our steps. Operations
 are those of the encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128
@@ -48,7 +48,7 @@ from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.sampling import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS, WARM_ROWS, PRODUCTS = ("ours", "plain"), 4, (1024, 2048, 4096)  # rows; sides of square matrices
+KINDS, PRODUCTS = ("ours", "plain"), (1024, 2048, 4096)  # sides of square matrices
 BGE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 
 
@@ -218,9 +218,8 @@ def worker(kind: str, model: str, place: Path) -> None:
 
 
 def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path) -> dict[str, float | int | str]:
-    """Both steps on each batch in turn, after one on a few rows."""
-    few = [batches[0][:WARM_ROWS]]
-    (place / "batches.pickle").write_bytes(pickle.dumps(few + list(batches)))
+    """Both steps on each batch in turn, after one that doesn't count."""
+    (place / "batches.pickle").write_bytes(pickle.dumps([batches[0], *batches]))
     workers, told = {}, {kind: [] for kind in KINDS}
     for kind in KINDS:
         command = [sys.executable, __file__, "--worker", kind, "--model", model, "--place", str(place)]

@@ -20,7 +20,8 @@ from drehr_utils.training import encoders, trainer
 from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
 from drehr_utils.training.sampling import TrainingSet
 
-CONFIG = StageConfig(positives_per_chunk=4, batch_size=4, epochs=20, learning_rate=1e-2, dropout=None)
+# The equations' loss: from random weights it falls to nothing, where the code's, of one logarithm a batch, stays.
+CONFIG = StageConfig(positives_per_chunk=4, batch_size=4, epochs=20, learning_rate=1e-2, dropout=None, per_anchor=True)
 TASK = "find the disease: "
 TEXTS = ["htn", "chf on lasix, edema of both legs", "a longer text of more than a few words, on metformin"]
 
@@ -66,7 +67,7 @@ def test_only_adapters_train_with_their_dropout_and_merged_equals_unmerged(start
     assert len(learns) == 8 and all("lora" in name and ("q_proj" in name or "v_proj" in name) for name in learns)
     before, dropouts = {name: p.detach().clone() for name, p in encoder.named_parameters()}, Dropouts()
     losses = trained(encoder, tmp_path / "c", activation_checkpointing=True, callbacks=[dropouts])
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) and dropouts.seen == {(0.1, True)}
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) / 2 and dropouts.seen == {(0.1, True)}
     assert {name for name, p in encoder.named_parameters() if not torch.equal(p, before[name])} == learns
     expected = encoders.encode(encoder, TEXTS, prompt=TASK)
     encoders.save_encoder(encoder, tmp_path / "merged")

@@ -101,7 +101,12 @@ def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path, adapters):
     assert curve["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = {name: p.grad.float() for name, p in copy.named_parameters() if p.grad is not None}
     assert gradients.keys() == found.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    tables = {name for name in gradients if "_embeddings." in name}  # whose rows are summed in float32
+    assert len(tables) == (0 if adapters else 3)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items() if name not in tables)
+    for name in tables:
+        torch.testing.assert_close(found[name], gradients[name], rtol=2**-6, atol=gradients[name].abs().max() * 2**-8)
+    assert not any(part.sparse for part in encoder.modules() if isinstance(part, torch.nn.Embedding))
     after = dict(encoder.named_parameters())
     assert {p.dtype for p in after.values()} == {torch.float32}
     moved = torch.cat([(after[name] - p).abs().flatten() for name, p in start.items()])

@@ -207,16 +207,19 @@ def other_names_task(
     others are random."""
     rng, named = np.random.default_rng(seed), with_all_names(pool, graph)
     at: dict[str, list[int]] = defaultdict(list)  # name -> the passages that have its entity
+    under: dict[str, list[int]] = defaultdict(list)  # aspect -> its passages
     for i, passage in enumerate(named):
+        under[passage.aspect].append(i)
         for name in passage.entities:
             at[name].append(i)
-    data, candidates = MedQuad({}, {}, {p.id: p.text for p in pool}, {}), []
+    data, candidates, asked = MedQuad({}, {}, {p.id: p.text for p in pool}, {}), [], set()
     for i in rng.permutation(len(pool)).tolist():
         aspect, third = pool[i].aspect, (n_candidates - 1) // 3
         for name in _other_names(pool[i], graph, rng):
             elsewhere = [j for j in at[name] if pool[j].aspect != aspect]
-            if elsewhere and query_text(name, aspect) not in data.queries.values():
-                alike = [j for j in range(len(pool)) if pool[j].aspect == aspect and j not in at[name]]
+            if elsewhere and query_text(name, aspect) not in asked:
+                asked.add(query_text(name, aspect))
+                alike = np.setdiff1d(under[aspect], at[name])
                 chosen = [i, *rng.permutation(elsewhere)[:third], *rng.permutation(alike)[:third]]
                 rest = rng.permutation(np.setdiff1d(np.arange(len(pool)), chosen))
                 candidates.append([*chosen, *rest][:n_candidates])

@@ -32,8 +32,9 @@ def digest(profile: Profile, name: str) -> str:
     size, system = profile.capr, profile.capr.system(name)
     first = system.after and size.system(system.after)
     lengths = [size.passage_tokens, size.query_tokens, profile.pooling, profile.seed]
-    found = systems.tasks(profile, name)
-    asked = [[list(t.data.queries.values()), t.candidates] for task, t in found.items() if task != systems.MEDQUAD]
+    found = [t for task, t in systems.tasks(profile, name).items() if task != systems.MEDQUAD]  # which is as published
+    asked = [[*map(list, (t.data.queries.values(), t.data.passages.values(), t.data.qrels.values())), t.candidates]
+             for t in found]  # fmt: skip
     start = encoders.identity(system.encoder or profile.encoder)
     return artifacts.digest(system, first, lengths, start, systems.training_passages(profile)[1], asked)
 
@@ -90,9 +91,8 @@ def budgets(profile: Profile) -> pd.DataFrame:
 
 
 def stale(profile: Profile) -> list[str]:
-    """The systems whose recorded rows are of another recipe or other data than now."""
-    found = {name: RECORD.digest(profile, {"system": name}) for name in systems.TRAINED}
-    return [name for name, of in found.items() if of not in (None, digest(profile, name))]
+    """The systems that the record lacks, or has of another recipe or other data than now."""
+    return sum((RECORD.fault(profile, {"system": name}, digest(profile, name)) for name in systems.TRAINED), [])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from sentence_transformers import SentenceTransformer
 
 from drehr_utils import artifacts, files
 from drehr_utils.evaluation import records
@@ -24,11 +23,9 @@ from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.profiles import Profile, load_profile
-from drehr_utils.training.trainer import Curve
 
 NCBI = "NCBI Disease"
 VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
-CURVE_STEPS = 200
 COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.recall's
 
 
@@ -54,25 +51,9 @@ def digest(profile: Profile, system: str, seed: int) -> str:
     return artifacts.digest(systems.training(profile, system, seed), pairs, asked, start)
 
 
-def means(values: pd.DataFrame) -> dict[str, float]:
-    return values.groupby("metric")["value"].mean().to_dict()
-
-
-def own_curve(profile: Profile, system: str) -> list[Curve]:
-    """Measures a task's system on its own dev mentions on the way; Figure 2's have no task of their own."""
-    if system not in systems.tasks(profile):
-        return []
-    own = systems.own_test(profile, system)
-
-    def measure(encoder: SentenceTransformer) -> dict[str, float]:
-        return means(systems.encoder_recall(encoder, own))
-
-    return [Curve(CURVE_STEPS, measure)]
-
-
 def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFrame:
-    """What `own_curve` put into a training's curve: step, R@1, R@25, the start's first."""
-    start = means(systems.recall(profile, systems.own_test(profile, system), "start"))
+    """What systems.train measured into a training's curve: step, R@1, R@25, the start's first."""
+    start = systems.means(systems.recall(profile, systems.own_test(profile, system), "start"))
     points = curve[["step", *start]].dropna()
     return pd.concat([pd.DataFrame([{"step": 0, **start}]), points], ignore_index=True)
 
@@ -80,11 +61,8 @@ def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFra
 def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -> None:
     """Trains a system and adds what it finds, and what it found on the way, to the records."""
 
-    def train() -> tuple[Path, pd.DataFrame]:
-        return systems.train(profile, system, seed, own_curve(profile, system))
-
     def values() -> pd.DataFrame:
-        folder, curve = train()
+        folder, curve = systems.train(profile, system, seed)
         sets = tested(profile, system, seed).items()
         found = [systems.recall(profile, t, folder).assign(group=name) for name, t in sets]
         shown = systems.pairs_shown(profile, system)
@@ -93,7 +71,9 @@ def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -
     key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
     VALUES.add(profile, key, values, remake, made_of)
     if system in systems.tasks(profile):
-        STEPS.add(profile, key, lambda: on_the_way(profile, system, train()[1]), remake, made_of)
+        STEPS.add(
+            profile, key, lambda: on_the_way(profile, system, systems.train(profile, system, seed)[1]), remake, made_of
+        )
 
 
 # --- read --------------------------------------------------------------------------------------------------------
@@ -153,15 +133,12 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
 
 
 def stale(profile: Profile) -> list[str]:
-    """The records that are of other settings or data than the profile's now."""
-    table, known, found = VALUES.read(profile), systems.names(profile), []
-    for system, seed in table[["system", "seed"]].drop_duplicates().itertuples(index=False) if len(table) else ():
-        made_of = VALUES.digest(profile, {"system": system, "seed": seed})
-        if system not in known:
-            found.append(f"{system}, seed {seed}: there is no such system now")
-        elif made_of != digest(profile, system, seed):
-            found.append(f"{system}, seed {seed}: other settings, pairs, mentions or starting weights")
-    return found
+    """The systems that the records lack, or have of other settings or data than the profile's now, or that are gone."""
+    table, known = VALUES.read(profile), systems.names(profile)
+    recorded = [*table[["system", "seed"]].drop_duplicates().itertuples(index=False, name=None)] if len(table) else []
+    gone = [f"{system}: there is no such system now" for system in sorted({name for name, _ in recorded} - set(known))]
+    keys = dict.fromkeys([(name, 0) for name in known] + [key for key in recorded if key[0] in known])
+    return sum((VALUES.fault(profile, {"system": name, "seed": n}, digest(profile, name, n)) for name, n in keys), gone)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -172,11 +149,11 @@ def main(arguments: list[str] | None = None) -> None:
     known = systems.names(profile)
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
-    if options.check:
-        records.end_check(stale(profile))
-    made = VALUES.read(profile)  # without these data every digest is another, and all would be made again without them
+    made = VALUES.read(profile)  # without these data every digest is another, and all would be made again
     if len(made) and NCBI in set(made["group"]) - {t.name for t in systems.test_sets(profile)}:
         parser.error(f"the records have {NCBI}, which isn't here: ./run_all.sh --public fetches it")
+    if options.check:
+        records.end_check(stale(profile))
     for system in options.only or known:
         for seed in options.seeds:
             record(profile, system, seed, options.remake)

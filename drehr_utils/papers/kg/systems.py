@@ -45,6 +45,7 @@ SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
 KG_CACHE = ROOT / "data/cache/kg"
+CURVE_STEPS = 200  # between two measurements of a training on its own dev mentions
 
 
 # --- graphs and tasks -----------------------------------------------------------------------------------------------
@@ -237,18 +238,18 @@ def pairs_shown(profile: Profile, system: str) -> int:
     return sum(map(len, pair_schedule(sizes, training(profile, system))))
 
 
-def train(
-    profile: Profile, system: str, seed: int = 0, callbacks: Sequence[TrainerCallback] = ()
-) -> tuple[Path, pd.DataFrame]:
-    """`trained` of a system, by its name."""
-    return trained(profile, trained_on(profile, system), training(profile, system, seed), callbacks)
+def train(profile: Profile, system: str, seed: int = 0) -> tuple[Path, pd.DataFrame]:
+    """`trained` of a system, by its name; one with a task of its own is measured on its dev mentions on the way."""
+    own = [own_test(profile, system)] if system in tasks(profile) else []
+    curve = [trainer.Curve(CURVE_STEPS, lambda encoder, t=t: means(encoder_recall(encoder, t))) for t in own]
+    return trained(profile, trained_on(profile, system), training(profile, system, seed), curve)
 
 
 def trained(
     profile: Profile, parts: Sequence[Task], config: PairConfig, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Path, pd.DataFrame]:
     """The folder of the encoder trained on the tasks `parts`, made where it isn't there, and its loss curve, with what
-    a trainer.Curve measured."""
+    a trainer.Curve measured. Whoever trains the same gives the same callbacks: the folder doesn't tell them apart."""
     key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
@@ -270,6 +271,11 @@ def encoder_recall(encoder: SentenceTransformer, test_set: TestSet) -> pd.DataFr
     """recall_values of an encoder."""
     vectors = encoders.encode(encoder, list(test_set.concepts.values()), bf16=True)
     return linking.recall_values(test_set, lambda texts: encoders.encode(encoder, texts, bf16=True) @ vectors.T)
+
+
+def means(values: pd.DataFrame) -> dict[str, float]:
+    """R@1 and R@25 of recall_values."""
+    return values.groupby("metric")["value"].mean().to_dict()
 
 
 def recall(profile: Profile, test_set: TestSet, model: str | Path) -> pd.DataFrame:

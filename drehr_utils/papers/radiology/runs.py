@@ -188,14 +188,12 @@ def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:
 
 def stale(profile: Profile) -> list[str]:
     """The trainings of the profile that the record lacks, or has of another recipe or other data."""
-    if RECORD.read(profile).empty:
-        return [f"{RECORD.path(profile).name}: not there"]
-    found = []
-    for training in trainings(profile, SEEDS, lambda: tried_rates(RECORD.read(profile))):
-        if (made_of := RECORD.digest(profile, training.key)) != digest(profile, training):
-            said = ", ".join(map(str, training.key.values()))
-            found.append(f"{said}: {'not there' if made_of is None else 'another recipe or other data'}")
-    return found
+    search, _ = systems.searched(profile) or ([], [])
+    rates = [Training(config.label, FOLDS + "A", config) for config in search]
+    if lacking := sum((RECORD.fault(profile, rate.key, digest(profile, rate)) for rate in rates), []):
+        return [*lacking, "and all that are trained at the learning rate which these choose"]
+    asked = trainings(profile, SEEDS, lambda: tried_rates(RECORD.read(profile)))
+    return sum((RECORD.fault(profile, training.key, digest(profile, training)) for training in asked), [])
 
 
 def main(arguments: list[str] | None = None) -> None:
