@@ -167,10 +167,27 @@ def encode(
     return embeddings[[at[text] for text in texts]]
 
 
+def bucket_ends(lengths: np.ndarray, buckets: int) -> list[int]:
+    """Where to cut texts, of which `lengths` [texts] are the tokens in ascending order, into at most so many batches:
+    the batches' ends, with the least padding there can be (dynamic programming over where the length changes)."""
+    places = np.concatenate([[0], np.flatnonzero(np.diff(lengths)) + 1, [len(lengths)]])
+    padded = places[None] - places[:, None]  # texts from one place to another [from, to]
+    padded = np.where(padded > 0, padded * lengths[places - 1], np.inf)  # tokens, as the last text is the longest
+    least, steps = np.where(places == 0, 0.0, np.inf), []
+    for _ in range(min(buckets, len(places) - 1)):
+        to = least[:, None] + padded
+        steps.append(to.argmin(axis=0))
+        least = to.min(axis=0)
+    ends = [len(places) - 1]
+    for step in reversed(steps[1:]):
+        ends.append(step[ends[-1]])
+    return [int(places[end]) for end in reversed(ends)]
+
+
 def token_buckets(
     encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int, prompt: str = ""
 ) -> list[dict[str, Tensor]]:
-    """Tokenised texts in batches of similar length, so that little is padding.
+    """Tokenised texts in at most so many batches of similar length, cut so that as little as can be is padding.
 
     Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood. With a
     `prompt` before each text, which `max_tokens` doesn't count, also `prompt_length`, its tokens."""
@@ -180,7 +197,8 @@ def token_buckets(
     ids = tokenizer(given, truncation=True, max_length=before + max_tokens, padding=False)["input_ids"]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     batches = []
-    for part in np.array_split(np.array(order), min(buckets, len(order))):
+    ends = bucket_ends(np.array([len(ids[i]) for i in order]), buckets)
+    for part in np.split(np.array(order), ends[:-1]):
         padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
         length = {"prompt_length": torch.tensor([before])} if prompt else {}
         batches.append(dict(padded) | {"rows": torch.from_numpy(part)} | length)

@@ -1,5 +1,6 @@
 """Training on a few chunks: the schedule, resuming, determinism, equal encodings, a model that any tool loads."""
 
+import itertools
 from copy import deepcopy
 from dataclasses import replace
 
@@ -69,6 +70,22 @@ def test_buckets_change_no_embedding():
     with torch.no_grad():
         bucketed = encoders.embed_buckets(encoder, encoders.token_buckets(encoder, texts, 512, 3)).cpu().numpy()
     assert np.allclose(bucketed, encoder.encode(texts, normalize_embeddings=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 3, 9])
+def test_no_other_cut_pads_less(buckets):
+    """Against all ways to cut a few texts."""
+    for seed in range(20):
+        lengths = np.sort(np.random.default_rng(seed).integers(3, 9, 1 + seed % 8))
+        ends = encoders.bucket_ends(lengths, buckets)
+        assert ends[-1] == len(lengths) and sorted(set(ends)) == ends and len(ends) <= buckets
+
+        def padded(ends, lengths=lengths):
+            return sum(len(part) * max(part) for part in np.split(lengths, ends))
+
+        inside = range(1, len(lengths))
+        ways = [way for n in range(min(buckets, len(lengths))) for way in itertools.combinations(inside, n)]
+        assert padded(ends[:-1]) == min(map(padded, ways))
 
 
 @pytest.mark.parametrize("adapters", [False, True])
