@@ -48,8 +48,8 @@ class RoundedTable(torch.autograd.Function):
 
 class Rounded:
     """An encoder with its weights rounded to bf16 once, for all texts of a step: activations, residuals and gradients
-    are bf16 too, and so are the sums of gradients over a step's buckets. The weights themselves, and what the optimizer
-    keeps of them, stay float32.
+    are bf16 too, and so are the sums of gradients over a step's buckets, but of embedding tables (RoundedTable). The
+    weights themselves, and what the optimizer keeps of them, stay float32.
 
     What autocast does on a GPU. On a CPU that rounds the weights anew for each bucket of texts, and adds bf16 to
     float32 in each layer: a step of MiniLM takes 1.2 times as long on two threads, 1.5 times on one."""
@@ -209,7 +209,8 @@ def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]]
     """Unit-length embeddings of `token_buckets`' texts in their first order, float32 [texts, dim], with gradient.
 
     recompute: only embeddings are kept for the backward pass, which encodes each bucket a second time. So the memory
-    is one bucket's whatever the batch, and the gradient the same: what gradient caching (Gao et al., 2021) is for."""
+    is the largest bucket's (all texts', where they have one length), and the gradient the same: what gradient caching
+    (Gao et al., 2021) is for."""
     parts, device = [], next(encoder.parameters()).device
 
     def embed(texts: dict[str, Tensor]) -> Tensor:

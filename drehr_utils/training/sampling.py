@@ -185,7 +185,7 @@ class Collator:
 
     encoder: SentenceTransformer
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
-    rows_per_bucket: int = 8
+    rows_per_bucket: int = 8  # on average: buckets are cut where the least is padding
     entity_buckets: int = 4
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
     share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode

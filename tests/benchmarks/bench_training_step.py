@@ -12,7 +12,8 @@ All else that is theirs and leaves the loss as it is, is in the plain step too: 
 the plain one, faster backwards on a CPU), and a copy of the negatives for each chunk's cosines. What would change
 the loss or is no training is left out, to its advantage: dropout, metrics of every step; and both read whole chunks,
 which theirs cuts at 160 tokens. Each step is a process of its own, and turns alternate, so that other load meets
-both; a speed-up is the ratio within one batch. The first batch comes once before them, untimed.
+both; a speed-up is the ratio within one batch. Four batches come first, untimed, until memory has grown to what each
+step needs.
 
 The share is of the rate of square bf16 matrix products of the best size, timed before each of our steps. Operations
 are those of the encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128
@@ -48,7 +49,7 @@ from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.sampling import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS, PRODUCTS = ("ours", "plain"), (1024, 2048, 4096)  # sides of square matrices
+KINDS, WARM, PRODUCTS = ("ours", "plain"), 4, (1024, 2048, 4096)  # untimed batches; sides of square matrices
 BGE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 
 
@@ -218,32 +219,32 @@ def worker(kind: str, model: str, place: Path) -> None:
 
 
 def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path) -> dict[str, float | int | str]:
-    """Both steps on each batch in turn, after one that doesn't count."""
-    (place / "batches.pickle").write_bytes(pickle.dumps([batches[0], *batches]))
+    """Both steps on each batch in turn, the first WARM of which don't count."""
+    (place / "batches.pickle").write_bytes(pickle.dumps(batches))
     workers, told = {}, {kind: [] for kind in KINDS}
     for kind in KINDS:
         command = [sys.executable, __file__, "--worker", kind, "--model", model, "--place", str(place)]
         workers[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        for number in range(len(batches) + 1):
+        for number in range(1 - WARM, len(batches) + 1 - WARM):
             for kind, process in workers.items():
                 print("go", file=process.stdin, flush=True)
                 line = process.stdout.readline()
                 if not line:
                     raise SystemExit(f"{prefix}: the {kind} step ended early, for want of memory perhaps; see above")
                 told[kind].append(json.loads(line))
-            if number:
+            if number > 0:
                 took = {kind: told[kind][-1]["s"] for kind in KINDS}
                 said = (
                     f"ours {took['ours']:.2f} s, plain {took['plain']:.2f} s, {took['plain'] / took['ours']:.2f} times"
                 )
-                print(f"{prefix} batch {number} of {len(batches)}: {said}", flush=True)
-        final = {kind: json.loads(process.stdout.readline())[1:] for kind, process in workers.items()}
+                print(f"{prefix} batch {number} of {len(batches) - WARM}: {said}", flush=True)
+        final = {kind: json.loads(process.stdout.readline())[WARM:] for kind, process in workers.items()}
     finally:
         for process in workers.values():
             process.stdin.close()  # after which one that still waits ends
             process.wait()
-    ours, plain = told["ours"][1:], told["plain"][1:]
+    ours, plain = told["ours"][WARM:], told["plain"][WARM:]
     ratios = [b["s"] / a["s"] for a, b in zip(ours, plain, strict=True)]
 
     def median(values) -> float:
@@ -271,7 +272,7 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
         "plain_mb": round(plain[-1]["mb"]),
         "loss": median(final["ours"]),
         "plain_loss": median(final["plain"]),
-        "batches": len(batches),
+        "batches": len(batches) - WARM,
         "chunks": len(batches[0]),
         "positives": len(batches[0][0].drawn),
         "threads": torch.get_num_threads(),
@@ -307,14 +308,14 @@ def main() -> None:
 
     gpu, result = torch.cuda.is_available(), {}
     prefix, positives = ("train_gpu_", 128) if gpu else ("train_cpu_", 32)
-    batches = open_batches(max(options.batches, options.bge_batches), positives)
+    batches = open_batches(WARM + max(options.batches, options.bge_batches), positives)
     batches = [batch[: options.chunks] for batch in batches]
     with tempfile.TemporaryDirectory() as place:
         if options.batches:
-            result |= measure(prefix, MINILM, batches[: options.batches], Path(place))
+            result |= measure(prefix, MINILM, batches[: WARM + options.batches], Path(place))
         if options.bge_batches:
             model = random_bert(Path(place, "bge"), BGE)
-            result |= measure(f"{prefix}bge_", str(model), batches[: options.bge_batches], Path(place))
+            result |= measure(f"{prefix}bge_", str(model), batches[: WARM + options.bge_batches], Path(place))
     print(json.dumps(result, indent=1))
     if options.write:
         path = ROOT / "figures/benchmarks/training_step.json"
