@@ -13,12 +13,14 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_flash_attn_2_available
 
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization
 from drehr_utils.training import weights
 
 CHUNK_TOKENS, ENTITY_TOKENS = 512, 16  # DR.EHR §4.2
+RECOMPUTED_TOKENS = 8 * CHUNK_TOKENS  # in a bucket at most, padding included, where memory is to be bounded
 
 
 def has_fast_bf16() -> bool:
@@ -56,20 +58,20 @@ class Rounded:
 
     def __init__(self, encoder: torch.nn.Module):
         self.encoder = encoder
-        tables = {f"{name}.weight" for name, part in encoder.named_modules() if isinstance(part, torch.nn.Embedding)}
+        self.tables = [part for part in encoder.modules() if isinstance(part, torch.nn.Embedding)]
+        tables = {id(table.weight) for table in self.tables}
         self.weights = {
-            name: RoundedTable.apply(weight) if name in tables else weight.bfloat16()
+            name: RoundedTable.apply(weight) if id(weight) in tables else weight.bfloat16()
             for name, weight in encoder.named_parameters()
         }
 
     def __call__(self, texts: dict[str, Tensor]) -> dict[str, Tensor]:
-        tables = [part for part in self.encoder.modules() if isinstance(part, torch.nn.Embedding)]
-        for table in tables:
+        for table in self.tables:
             table.sparse = True
         try:
             return functional_call(self.encoder, self.weights, (texts,))
         finally:
-            for table in tables:  # its own weights' gradient stays dense, as AdamW takes it
+            for table in self.tables:  # its own weights' gradient stays dense, as AdamW takes it
                 table.sparse = False
 
     def __getattr__(self, name: str) -> Any:
@@ -142,6 +144,17 @@ def add_lora(encoder: SentenceTransformer, seed: int = 0) -> None:
             raise DataError(f"LoRA: {kind} has no layer named {', '.join(targets)}; name its own in add_lora") from None
 
 
+def skip_padding(encoder: SentenceTransformer) -> bool:
+    """Takes FlashAttention's kernels for texts of various lengths, where the GPU and the package `flash-attn` have them
+    and the model knows them; says whether. From then on the encoder reads texts end to end, with nothing of them
+    padding (`token_buckets`), and computes in half precision only (`encode`)."""
+    if not is_flash_attn_2_available() or not encoder[0].model._supports_flash_attn:
+        return False
+    encoder[0].model.set_attn_implementation("flash_attention_2")
+    encoder[0].unpad_inputs = None  # sentence-transformers looks anew whether it can
+    return encoder[0].can_flatten_inputs
+
+
 def encode(
     encoder: SentenceTransformer,
     texts: Sequence[str],
@@ -158,6 +171,7 @@ def encode(
     in the third digit."""
     unique = list(dict.fromkeys(texts))
     encoder.eval()
+    bf16 |= encoder[0].can_flatten_inputs  # skip_padding: its kernels have no float32
     with torch.autocast(encoder.device.type, torch.bfloat16, enabled=bf16 and has_fast_bf16()):
         embeddings = encoder.encode(
             unique, prompt=prompt or None, batch_size=batch_size, normalize_embeddings=True, show_progress_bar=progress,
@@ -167,9 +181,11 @@ def encode(
     return embeddings[[at[text] for text in texts]]
 
 
-def bucket_ends(lengths: np.ndarray, buckets: int) -> list[int]:
+def bucket_ends(lengths: np.ndarray, buckets: int, most: int | None = None) -> list[int]:
     """Where to cut texts, of which `lengths` [texts] are the tokens in ascending order, into at most so many batches:
-    the batches' ends, with the least padding there can be (dynamic programming over where the length changes)."""
+    the batches' ends, with the least padding there can be (dynamic programming over where the length changes).
+
+    most: tokens of a batch, padding included; one that has more is cut again, evenly, into as many as it takes."""
     places = np.concatenate([[0], np.flatnonzero(np.diff(lengths)) + 1, [len(lengths)]])
     padded = places[None] - places[:, None]  # texts from one place to another [from, to]
     padded = np.where(padded > 0, padded * lengths[places - 1], np.inf)  # tokens, as the last text is the longest
@@ -181,43 +197,59 @@ def bucket_ends(lengths: np.ndarray, buckets: int) -> list[int]:
     ends = [len(places) - 1]
     for step in reversed(steps[1:]):
         ends.append(step[ends[-1]])
-    return [int(places[end]) for end in reversed(ends)]
+    ends = places[ends[::-1]]
+    if most:
+        parts = [np.array_split(np.arange(start, end), -(-(end - start) // max(1, most // lengths[end - 1])))
+                 for start, end in zip([0, *ends[:-1]], ends, strict=True)]  # fmt: skip
+        ends = [part[-1] + 1 for bucket in parts for part in bucket]
+    return [int(end) for end in ends]
 
 
 def token_buckets(
-    encoder: SentenceTransformer, texts: Sequence[str], max_tokens: int, buckets: int, prompt: str = ""
-) -> list[dict[str, Tensor]]:
-    """Tokenised texts in at most so many batches of similar length, cut so that as little as can be is padding.
+    encoder: SentenceTransformer,
+    texts: Sequence[str],
+    max_tokens: int,
+    buckets: int,
+    prompt: str = "",
+    most: int | None = None,
+) -> list[dict[str, Any]]:
+    """Tokenised texts in at most so many batches of similar length, cut so that as little as can be is padding (`most`:
+    bucket_ends').
 
     Each batch has input_ids and attention_mask, int64 [n, length], and `rows`, int64 [n]: where its texts stood. With a
-    `prompt` before each text, which `max_tokens` doesn't count, also `prompt_length`, its tokens."""
+    `prompt` before each text, which `max_tokens` doesn't count, also `prompt_length`, its tokens. After `skip_padding`,
+    instead of the mask, input_ids [1, tokens] of all texts, and where each of them begins."""
     tokenizer = encoder.tokenizer
     before = encoder.preprocess(["x"], prompt=prompt)["prompt_length"] if prompt else 0
     given = [prompt + text for text in texts]
     ids = tokenizer(given, truncation=True, max_length=before + max_tokens, padding=False)["input_ids"]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     batches = []
-    ends = bucket_ends(np.array([len(ids[i]) for i in order]), buckets)
+    ends = bucket_ends(np.array([len(ids[i]) for i in order]), buckets, most)
     for part in np.split(np.array(order), ends[:-1]):
-        padded = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
+        if encoder[0].can_flatten_inputs:
+            batch = encoder.preprocess([given[i] for i in part], max_length=before + max_tokens)
+        else:
+            batch = tokenizer.pad({"input_ids": [ids[i] for i in part]}, return_tensors="pt")
         length = {"prompt_length": torch.tensor([before])} if prompt else {}
-        batches.append(dict(padded) | {"rows": torch.from_numpy(part)} | length)
+        batches.append(dict(batch) | {"rows": torch.from_numpy(part)} | length)
     return batches
 
 
-def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Tensor]], recompute: bool = False) -> Tensor:
+def embed_buckets(encoder: SentenceTransformer, batches: list[dict[str, Any]], recompute: bool = False) -> Tensor:
     """Unit-length embeddings of `token_buckets`' texts in their first order, float32 [texts, dim], with gradient.
 
     recompute: only embeddings are kept for the backward pass, which encodes each bucket a second time. So the memory
-    is the largest bucket's (all texts', where they have one length), and the gradient the same: what gradient caching
-    (Gao et al., 2021) is for."""
+    is the largest bucket's (token_buckets' `most` bounds it), and the gradient the same: what gradient caching (Gao et
+    al., 2021) is for."""
     parts, device = [], next(encoder.parameters()).device
 
-    def embed(texts: dict[str, Tensor]) -> Tensor:
+    def embed(texts: dict[str, Any]) -> Tensor:
         return encoder(dict(texts))["sentence_embedding"].float()  # a copy, for the encoder adds to it
 
     for batch in batches:
-        texts = {name: part.to(device) for name, part in batch.items() if name != "rows"}
+        texts = {name: part for name, part in batch.items() if name != "rows"}
+        texts |= {name: part.to(device) for name, part in texts.items() if isinstance(part, Tensor)}
         parts.append(checkpoint(embed, texts, use_reentrant=False) if recompute else embed(texts))
     embeddings = torch.nn.functional.normalize(torch.cat(parts), dim=1)
     return embeddings[torch.argsort(torch.cat([batch["rows"] for batch in batches]))]

@@ -187,6 +187,7 @@ class Collator:
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()
     rows_per_bucket: int = 8  # on average: buckets are cut where the least is padding
     entity_buckets: int = 4
+    most: int | None = None  # tokens of a bucket, padding included
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
     share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode
 
@@ -210,11 +211,12 @@ class Collator:
         others = self.own([text for row in rows for text in row.others])
         kept = {}
         for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
-            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets)
+            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets, most=self.most)
+        buckets = -(-len(texts) // self.rows_per_bucket)
         return {
-            "chunks": token_buckets(self.encoder, texts, CHUNK_TOKENS, -(-len(texts) // self.rows_per_bucket)),
+            "chunks": token_buckets(self.encoder, texts, CHUNK_TOKENS, buckets, most=self.most),
             "entities": token_buckets(
-                self.encoder, self.own(terms), ENTITY_TOKENS, self.entity_buckets, query_prompt(self.encoder)
+                self.encoder, self.own(terms), ENTITY_TOKENS, self.entity_buckets, query_prompt(self.encoder), self.most
             ),
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not

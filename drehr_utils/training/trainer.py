@@ -21,7 +21,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
 from drehr_utils.training import losses
-from drehr_utils.training.encoders import Rounded, embed_buckets, has_fast_bf16
+from drehr_utils.training.encoders import RECOMPUTED_TOKENS, Rounded, embed_buckets, has_fast_bf16, skip_padding
 from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
 
 
@@ -274,8 +274,9 @@ def train_stage(
     if config.keep and reference is None:
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
     schedule = batch_schedule(data.note_ids, config)
-    share = ranks() if config.gather_negatives else (0, 1)
-    collator = Collator(encoder, data.graph.concepts_of, reference=reference, share=share)
+    skip_padding(encoder)
+    share, most = ranks() if config.gather_negatives else (0, 1), RECOMPUTED_TOKENS if config.recompute else None
+    collator = Collator(encoder, data.graph.concepts_of, most=most, reference=reference, share=share)
     loss = partial(batch_loss, config=config, reference=reference)
     pairs = PositivePairs(data, config)
     return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)

@@ -83,13 +83,16 @@ def work(inputs: dict, encoder: SentenceTransformer) -> dict[str, float]:
     4 h for each other token of the padded text for attention; backward takes both twice more."""
     size = encoder[0].auto_model.config
     h, inner = size.hidden_size, size.intermediate_size
-    masks = [batch["attention_mask"] for part in ("chunks", "entities") for batch in buckets(inputs[part])]
-    flop = sum(m.numel() * (2 * (4 * h * h + 2 * h * inner) + 4 * h * m.shape[1]) for m in masks)
-    return {
-        "tokens": sum(int(m.sum()) for m in masks),
-        "padded": sum(m.numel() for m in masks),
-        "tflop": 3 * size.num_hidden_layers * flop / 1e12,
-    }
+    tokens, read = 0, []  # of each text, its tokens with padding
+    for batch in (batch for part in ("chunks", "entities") for batch in buckets(inputs[part])):
+        if "cu_seq_lens_q" in batch:  # encoders.skip_padding
+            own = batch["cu_seq_lens_q"].diff().tolist()
+            tokens, read = tokens + sum(own), read + own
+        else:
+            mask = batch["attention_mask"]
+            tokens, read = tokens + int(mask.sum()), read + [mask.shape[1]] * len(mask)
+    flop = sum(n * (2 * (4 * h * h + 2 * h * inner) + 4 * h * n) for n in read)
+    return {"tokens": tokens, "padded": sum(read), "tflop": 3 * size.num_hidden_layers * flop / 1e12}
 
 
 def buckets(part: dict | list) -> list[dict]:
@@ -161,6 +164,7 @@ def steps(
     config = StageConfig(positives_per_chunk=len(rows[0].drawn), batch_size=len(batches[-1]))
     turns = Turns(kind, encoder, wait, tell)
     if kind == "ours":
+        encoders.skip_padding(encoder)
         collator, loss, settings = sampling.Collator(encoder), partial(trainer.batch_loss, config=config), {}
     else:
         collator, loss, settings = partial(plain_collate, encoder=encoder), plain_loss, {"bf16": False}

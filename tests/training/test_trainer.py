@@ -86,6 +86,9 @@ def test_no_other_cut_pads_less(buckets):
         inside = range(1, len(lengths))
         ways = [way for n in range(min(buckets, len(lengths))) for way in itertools.combinations(inside, n)]
         assert padded(ends[:-1]) == min(map(padded, ways))
+        bounded = encoders.bucket_ends(lengths, buckets, most=16)
+        assert set(ends) <= set(bounded) and sorted(set(bounded)) == bounded
+        assert all(len(part) * max(part) <= 16 for part in np.split(lengths, bounded[:-1]))
 
 
 @pytest.mark.parametrize("adapters", [False, True])
