@@ -21,6 +21,11 @@ from drehr_utils.training.encoders import describe_device
 REMAKE = "restore it, or remake it by its command"
 
 
+def maker(profile: Profile) -> Profile:
+    """The profile that made the records which `profile` shows."""
+    return load_profile("full") if profile.in_place else profile
+
+
 @dataclass(frozen=True)
 class Record:
     """A CSV table (`name`.gz: gzipped) that grows by a group of rows at a time.

@@ -135,8 +135,8 @@ def in_words(rows: pd.DataFrame, sign: int | Sequence[int] = 1) -> str:
     names = [row["metric"] if rows["metric"].is_unique else _name(row) for _, row in rows.iterrows()]
     if len(rows) <= 4:
         marks = [{claims.HOLDS: "", claims.REVERSED: " (opposite)"}.get(v, " (not significant)") for v in found]
-        told = zip(names, rows["ours"], marks, strict=True)
-        return ", ".join(f"{name} {ours:+.1f}{mark}" for name, ours, mark in told)
+        told = zip(names, rows["ours"], rows["low"], rows["high"], marks, strict=True)
+        return "; ".join(f"{name} {ours:+.1f} [{low:+.1f}, {high:+.1f}]{mark}" for name, ours, low, high, mark in told)
     opposite = [name for name, v in zip(names, found, strict=True) if v == claims.REVERSED]
     which = f" ({'; '.join(opposite)})" if 0 < len(opposite) <= 3 else ""
     so = f"{found.count(claims.HOLDS)} of {len(found)} comparisons have the paper's sign, {len(opposite)} the opposite"

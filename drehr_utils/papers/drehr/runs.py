@@ -35,7 +35,6 @@ from drehr_utils.config import Recipe
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, metrics, records
-from drehr_utils.evaluation.claims import judged as judged
 from drehr_utils.evaluation.records import REMAKE
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals, systems
 from drehr_utils.profiles import ROOT, Profile

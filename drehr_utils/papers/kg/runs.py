@@ -22,7 +22,7 @@ from drehr_utils.evaluation import records
 from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import TestSet
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 
 NCBI = "NCBI Disease"
 VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
@@ -92,11 +92,6 @@ class Recorded:
 
 
 Model = str | Path | Recorded
-
-
-def maker(profile: Profile) -> Profile:
-    """The profile that made the records which `profile` shows."""
-    return load_profile("full") if profile.in_place else profile
 
 
 def recorded(profile: Profile) -> dict[str, Recorded]:

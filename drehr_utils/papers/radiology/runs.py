@@ -25,7 +25,7 @@ from drehr_utils.papers.radiology import systems, triplets
 from drehr_utils.papers.radiology.reports import read_judgments
 from drehr_utils.papers.radiology.retrieval import bm25, dense, remembering
 from drehr_utils.papers.radiology.systems import IU, OPEN
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 
 RECORD = Record("runs/radiology.csv.gz")
 BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
@@ -142,11 +142,6 @@ def measured(profile: Profile) -> pd.DataFrame:
     else:
         found = [values(profile, training).assign(**training.key) for training in trainings(profile)]
     return _named(pd.concat(found, ignore_index=True), profile.radiology.best.label)
-
-
-def source(profile: Profile) -> Profile:
-    """The profile that the trainings of `measured` are of."""
-    return load_profile("full") if profile.in_place else profile
 
 
 def live_name(profile: Profile) -> str:

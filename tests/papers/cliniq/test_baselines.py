@@ -131,10 +131,10 @@ def test_comparisons_by_hand(toy):
 
 
 def test_comparisons_in_words():
-    sides = {"first": ("RRF", "multi", "all"), "second": ("BM25", "multi", "all"), "low": 0.0, "high": 0.0}
+    sides = {"first": ("RRF", "multi", "all"), "second": ("BM25", "multi", "all"), "low": 1.0, "high": 3.0}
     rows = pd.DataFrame([sides | {"metric": m, "ours": 2.0, "p": p} for m, p in [("MRR", 0.001), ("MAP", 0.5)]])
-    assert in_words(rows) == "MRR +2.0, MAP +2.0 (not significant)"
-    assert in_words(rows, [-1, 1]) == "MRR +2.0 (opposite), MAP +2.0 (not significant)"
+    mrr, map_ = "MRR +2.0 [+1.0, +3.0]", "MAP +2.0 [+1.0, +3.0] (not significant)"
+    assert in_words(rows) == f"{mrr}; {map_}" and in_words(rows, [-1, 1]) == f"{mrr} (opposite); {map_}"
     gain = (("RRF", "BM25"), "single", "drug"), (("RRF", "BM25"), "single", "disease")
     other = dict(zip(("first", "second"), gain, strict=True)) | {"metric": "MRR", "ours": -3.0, "p": 0.001}
     assert in_words(pd.concat([rows, rows, pd.DataFrame([other])])) == (

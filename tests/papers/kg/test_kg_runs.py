@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from drehr_utils.evaluation import tables
-from drehr_utils.evaluation.records import Record
+from drehr_utils.evaluation.records import Record, maker
 from drehr_utils.papers.kg import runs, systems
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.training import encoders
@@ -56,7 +56,7 @@ def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
 
 def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
     assert runs.recorded(smoke) == {} and runs.live(smoke) == systems.names(smoke)
-    assert runs.maker(smoke) == smoke and runs.maker(load_profile("open")) == load_profile("full")
+    assert maker(smoke) == smoke and maker(load_profile("open")) == load_profile("full")
 
 
 def test_the_committed_records_give_table_3_and_figure_2():
