@@ -66,6 +66,7 @@ class RetrieverSpec:
             raise ValueError(f"{self.name}: similarity {self.similarity!r} is none of {', '.join(SIMILARITIES)}")
 
 
+REMOTE_CODE = "DREHR_TRUST_REMOTE_CODE"  # what the environment says for retrievers whose code comes from a hub
 _GTE = RetrieverSpec(  # its tokenizer, also remote code, ends every text with the token that is pooled
     "gte-Qwen2-1.5B-Instruct", "Alibaba-NLP/gte-Qwen2-1.5B-instruct", pooling="lasttoken", query_prefix=INSTRUCT,
     trust_remote_code=True,
@@ -236,8 +237,9 @@ def retriever_scores(spec: RetrieverSpec, benchmark: Benchmark, folder: Path, pr
     return dense_scores(*sides, spec.similarity)
 
 
-def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], list[str]]:
-    """The profile's dense retrievers, run as in CliniQ, and the names of those left out because no server is set.
+def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], dict[str, str]]:
+    """The profile's dense retrievers, run as in CliniQ, and what those that are left out lack, by name: a server, or
+    leave to run the hub's code in a process that reads protected notes (REMOTE_CODE).
 
     DREHR_RETRIEVERS, names or folders with commas between, replaces the profile's list. Raises DataError where two have
     one name, and where none is left."""
@@ -248,10 +250,13 @@ def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], list[str]
         raise DataError(
             f"DREHR_RETRIEVERS: two retrievers are called {twice[0]!r}; rename a folder, for tables go by name"
         )
-    run = [spec for spec in specs if not spec.api or embedding_api.is_configured()]
+    lacking = {spec.name: embedding_api.BASE_URL for spec in specs if spec.api and not embedding_api.is_configured()}
+    if profile.protected and os.environ.get(REMOTE_CODE) != "yes":
+        lacking |= {spec.name: f"{REMOTE_CODE}=yes" for spec in specs if spec.trust_remote_code}
+    run = [spec for spec in specs if spec.name not in lacking]
     if not run:
         raise DataError("no dense retriever is left to run; name one in DREHR_RETRIEVERS")
-    return run, [spec.name for spec in specs if spec not in run]
+    return run, lacking
 
 
 def extra_scores(profile: Profile, benchmark: Benchmark, progress: bool = False) -> dict[str, np.ndarray]:

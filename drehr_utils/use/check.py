@@ -23,7 +23,7 @@ from drehr_utils.knowledge.graph import BIOS_HINT, JSON_FILES, OPTIONAL_FILES
 from drehr_utils.llm import prompts, servers
 from drehr_utils.papers.cliniq.curation import CATEGORY_TABLE
 from drehr_utils.profiles import Profile
-from drehr_utils.search import embedding_api, retrievers
+from drehr_utils.search import retrievers
 from drehr_utils.training import positives, weights
 
 SAMPLE = 20  # notes that are measured
@@ -60,8 +60,8 @@ def missing(profile: Profile) -> Iterator[str]:
         specs, skipped = retrievers.profile_retrievers(profile)
     except DataError as error:
         yield str(error)
-        specs, skipped = [], []
-    yield from (f"notebook 07: {name} is left out, {embedding_api.BASE_URL} is not set" for name in skipped)
+        specs, skipped = [], {}
+    yield from (f"notebook 07: {name} is left out, {lacks} is not set" for name, lacks in skipped.items())
     models = [profile.encoder, profile.kg.encoder, *(model for _, model in profile.kg.baselines)]
     models += [part for spec in specs if not spec.api for part in (spec.model, spec.query_model)]
     models += [system.encoder for system in profile.capr.systems]

@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from drehr_utils.files import naming
 from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
-_BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")  # of a shell line: !head /data/notes.csv
+_BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
+_SHELL = re.compile(r"(?s:\A\s*%%.*)|(?m:^\s*[!%].*)")  # a cell (%%bash) or a line for the shell: !head notes/1.txt
 
 
 def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: Any = None, **_: Any) -> None:
@@ -52,17 +54,21 @@ def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: 
 
 def is_protected(notebook: Mapping[str, Any]) -> bool:
     """Whether the notebook's code may have read protected text: it names a protected profile or a file or folder that
-    is outside the checkout or in its caches, or DREHR_PROFILE names such a profile for all notebooks."""
+    git doesn't track in this checkout, asks `drehr-search`, or DREHR_PROFILE names such a profile for all notebooks."""
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    names = [name for source in sources for name in _names(source)]
-    return any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names])) or any(
-        map(_is_foreign, names)
+    names = {name for source in sources for name in _names(source)}
+    own = _tracked()
+    return (
+        any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names]))
+        or any("drehr-search" in line for source in sources for line in _SHELL.findall(source))
+        or any(_is_foreign(name, own) for name in names)
     )
 
 
 def _names(source: str) -> Iterator[str]:
     yield from (match[2] for match in _QUOTED.finditer(source))
     yield from (match[0] for match in _BARE_PATH.finditer(source))
+    yield from (word for line in _SHELL.findall(source) for word in line.split())
 
 
 def _is_protected_profile(name: str) -> bool:
@@ -74,15 +80,21 @@ def _is_protected_profile(name: str) -> bool:
         return True  # of a file that can't be read, nobody knows
 
 
-def _is_foreign(name: str) -> bool:
-    """Whether it is an existing path, as a notebook in notebooks/ sees it, that isn't the project's own open data."""
-    if "\n" in name or not re.search(r"[/~]", name):
-        return False
-    path = (ROOT / "notebooks" / Path(name).expanduser()).resolve()
-    own = path.is_relative_to(ROOT.resolve()) and not path.is_relative_to((ROOT / "data/cache").resolve())
+def _tracked() -> frozenset[Path]:
+    """The files of the checkout that git tracks, and their folders. Raises OSError where there is no git."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
+    files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+    return frozenset(ROOT.resolve() / path for file in files for path in (file, *file.parents))
+
+
+def _is_foreign(name: str, own: Collection[Path]) -> bool:
+    """Whether it is an existing path, as a notebook in notebooks/ or at the checkout's root sees it, and none of `own`,
+    the project's open data."""
     try:
-        return path != Path("/") and path.exists() and not own
-    except OSError:  # longer than a path can be
+        bases = (ROOT / "notebooks",) if name.startswith("..") else (ROOT / "notebooks", ROOT)
+        paths = [(base / Path(name).expanduser()).resolve() for base in bases]
+        return any(path != Path("/") and path.exists() and path not in own for path in paths)
+    except (OSError, RuntimeError, ValueError):  # longer than a path can be, another user's home, a null character
         return False
 
 

@@ -67,6 +67,27 @@ def test_ones_own_notes_in_an_open_notebook(tmp_path):
     assert WORD not in saved(tmp_path, notebook("this is (no Python", f"'{tmp_path}/notes'"))
 
 
+def test_what_the_readme_makes_inside_the_checkout(tmp_path, monkeypatch):
+    """The index, the model, and notes at the profile's default place: git ignores them, or knows nothing of them."""
+    root = tmp_path / "checkout"
+    for folder in ("notebooks", "data/open_kg", "drehr-index", "drehr-model", "data/mimic-iv-note"):
+        (root / folder).mkdir(parents=True)
+    for name in ("notebooks/00.ipynb", "data/open_kg/kg.tsv", "drehr-index/notes", "data/mimic-iv-note/discharge.csv"):
+        (root / name).touch()
+    git = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "notebooks", "data/open_kg"], check=True)
+    monkeypatch.setattr(saved_notebooks, "ROOT", root)
+    for source in (
+        'NoteIndex.open("drehr-index")', 'NoteIndex.open("../drehr-index")', 'SentenceTransformer("../drehr-model")',
+        'Path("../data/mimic-iv-note")', '!drehr-search query "chest pain"', "!head drehr-index/notes",
+        "%%bash\ndrehr-search query pain", "%cd ../drehr-index",
+    ):  # fmt: skip
+        assert WORD not in saved(tmp_path, notebook('profile = "open"', source)), source
+    for source in ('Path("../data/open_kg")', '"../data/open_kg/kg.tsv"', '".."', "%matplotlib inline", "!ls ../data"):
+        assert WORD in saved(tmp_path, notebook('profile = "open"', source)), source
+
+
 def test_a_profile_for_all_notebooks_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("DREHR_PROFILE", "mimic")
     assert WORD not in saved(tmp_path, notebook("x = 1"))

@@ -32,13 +32,13 @@ _PAPERS_FUSED = ("NV-Embed-v2", "text-embedding-3-large")
 class BaselineSettings:
     """Which dense retrievers run. The first is the reference of paired tests; `fused` are those that RRF joins with
     the expanded BM25; `detailed` those that Tables 4 and 5 show: the first, the paper's choice, and all that the paper
-    doesn't have. `skipped`: asked for, but without a server."""
+    doesn't have. `skipped`: asked for, and what each lacks."""
 
     retrievers: tuple[RetrieverSpec, ...]
     reference: str
     fused: tuple[str, ...]
     detailed: tuple[str, ...]
-    skipped: tuple[str, ...]
+    skipped: dict[str, str]
 
 
 def settings(profile: Profile) -> BaselineSettings:
@@ -48,7 +48,7 @@ def settings(profile: Profile) -> BaselineSettings:
     theirs = set(tables.paper_figures("cliniq", 3)["system"]) - {"NV-Embed-v2"}
     fused = tuple(name for name in names if name in _PAPERS_FUSED) or tuple(names[:2])
     detailed = tuple(name for name in names if name == names[0] or name not in theirs)
-    return BaselineSettings(tuple(run), names[0], fused, detailed, tuple(skipped))
+    return BaselineSettings(tuple(run), names[0], fused, detailed, skipped)
 
 
 def lexical_scores(benchmark: Benchmark, graph: KnowledgeGraph, expansions: Sequence[str] = ()) -> np.ndarray:

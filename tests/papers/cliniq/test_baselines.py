@@ -147,10 +147,15 @@ def test_settings(monkeypatch, tmp_path):
     monkeypatch.delenv("DREHR_RETRIEVERS", raising=False)
     monkeypatch.delenv("DREHR_EMBED_BASE_URL", raising=False)
     small = settings(load_profile("open"))
-    assert small == settings(load_profile("smoke")) and small.skipped == ()
+    assert small == settings(load_profile("smoke")) and small.skipped == {}
     assert [spec.name for spec in small.retrievers] == ["MiniLM (start)"] == list(small.fused) == list(small.detailed)
+    careful = settings(load_profile("mimic"))  # no code of a hub's beside the notes, unless one says so
+    assert careful.fused == ("bge-base-en-v1.5", "MedCPT") and len(careful.retrievers) == 5
+    assert {spec.trust_remote_code for spec in careful.retrievers} == {False}
+    assert careful.skipped["NV-Embed-v2"] == "DREHR_TRUST_REMOTE_CODE=yes"
+    monkeypatch.setenv("DREHR_TRUST_REMOTE_CODE", "yes")
     large = settings(load_profile("mimic"))
-    assert large.skipped == ("text-embedding-3-large",) and large.fused == ("NV-Embed-v2",)
+    assert large.skipped == {"text-embedding-3-large": "DREHR_EMBED_BASE_URL"} and large.fused == ("NV-Embed-v2",)
     assert large.detailed == ("bge-base-en-v1.5", "NV-Embed-v2")  # the paper's Tables 4 and 5
     assert len(large.retrievers) == 8 and large.reference == "bge-base-en-v1.5"
     assert {spec.similarity for spec in large.retrievers} == {"cosine"}  # as CliniQ's script
