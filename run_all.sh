@@ -19,8 +19,8 @@ Options:
                                or the path of a .toml file: a profile of your own, see CONTRIBUTING.md
   --from NN                    start at notebook NN, for example --from 05
   --only NN[,NN...]            run these notebooks only, for example --only 08 or --only 08,09
-  --jobs N                     notebooks at a time, each with its share of the cores: 2 unless said otherwise, 1 where there
-                               are less than 16 GB of memory
+  --jobs N                     notebooks at a time, each with its share of the cores: 2 unless said otherwise (mimic: 1);
+                               say 1 where there are less than 16 GB of memory
   --check                      run nothing; say what is missing and where it comes from, and what a run would take
   --public                     first fetch the public data sets that aren't ours to pass on, and print their licences
   --fresh                      first delete data/cache/<profile>, except a language model's answers in its folder llm

@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{100 * string_share(release, benchmark):.1f}% of the string matches stand in the chunk as it was cut here.")
     print(f"{', '.join(f'{split}: {len(part.patients)} notes' for split, part in parts.items())}.")
     print(f"{others} other notes of the same patients are kept beside them, so that none of them trains.")
-    print("Set DREHR_BENCHMARK to the output folder and run the notebooks under the profile mimic.")
+    print(f"Then run the notebooks under the profile mimic with DREHR_BENCHMARK={given.out.resolve()}")
     return 0
 
 
