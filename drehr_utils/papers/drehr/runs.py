@@ -288,9 +288,12 @@ def compared(
     return values, blocks
 
 
-def places(profile: Profile, row: str, bench: Benchmark, split: str = "test") -> np.ndarray | None:
-    """A recorded row's Single-Patient run file as scores, minus each chunk's place; None where there is none."""
-    path = folder(profile) / f"{slug(row)}.{split}.single.run.gz"
+def places(
+    profile: Profile, row: str, bench: Benchmark, split: str = "test", setting: str = "single"
+) -> np.ndarray | None:
+    """A recorded row's run file as scores, minus each chunk's place (Multi-Patient: of the first hundred; the others
+    come after); None where there is none."""
+    path = folder(profile) / f"{slug(row)}.{split}.{setting}.run.gz"
     if not path.exists():
         return None
     queries, chunks = ({name: at for at, name in enumerate(names)} for names in (bench.queries, bench.corpus))

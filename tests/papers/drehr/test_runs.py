@@ -78,13 +78,16 @@ def test_run_files_give_the_per_search_scores_and_ties_keep_our_order(smoke):
         again = metrics.single_patient(bench, runs.places(smoke, "x", bench, "dev"), None if kind == "all" else kind)
         expected = metrics.of_group(found, "single", kind).reset_index(drop=True)
         pd.testing.assert_frame_equal(again, expected)
+    tops = metrics.multi_patient(bench, runs.places(smoke, "x", bench, "dev", "multi"))
+    expected = metrics.of_group(found, "multi").reset_index(drop=True)
+    pd.testing.assert_frame_equal(tops, expected)  # no metric looks below the first hundred
     assert runs.places(smoke, "no such row", bench) is None
 
 
 def test_a_claim_on_a_row_without_a_record_says_which_it_needs():
-    found = runs.judged(["a"], ["a", "b"], lambda: pytest.fail("judged without its rows"))
+    found = claims.judged(["a"], ["a", "b"], lambda: pytest.fail("judged without its rows"))
     assert found.verdict == claims.NOT_TESTABLE and "record of `b`" in found.ours
-    assert runs.judged(["a", "b"], ["a"], lambda: claims.Judged(claims.HOLDS)).verdict == claims.HOLDS
+    assert claims.judged(["a", "b"], ["a"], lambda: claims.Judged(claims.HOLDS)).verdict == claims.HOLDS
 
 
 @pytest.mark.slow
