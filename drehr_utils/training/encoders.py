@@ -77,6 +77,9 @@ class Rounded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.encoder, name)
 
+    def __getitem__(self, at: int) -> torch.nn.Module:
+        return self.encoder[at]
+
 
 def load_encoder(
     name_or_path: str | Path,
