@@ -36,7 +36,8 @@ _INJECTED = "injected-parameters"
 _ERROR_MARKER = "papermill-error-cell-tag"
 _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_TRAINING, _READ_ITS_MODELS = "05", ("08", "09", "10", "11", "14")  # beside it these would only wait for its models
+# What a notebook waits for where it is in the same run: 05's models, 08's Table 4.
+_AFTER = dict.fromkeys(("08", "09", "10", "11", "14"), "05") | {"15": "08"}
 _OPENED = "opened.tsv"
 _LAST = "16"  # reads what all others found
 
@@ -381,7 +382,7 @@ def _in_lanes(place: Place, notebooks: Sequence[Path]) -> bool:
         try:
             while running or (waiting and not failed):
                 unfinished = {notebook.name[:2] for notebook in (*waiting, *running.values())}
-                ready = [n for n in waiting if not (_TRAINING in unfinished and n.name[:2] in _READ_ITS_MODELS)]
+                ready = [n for n in waiting if _AFTER.get(n.name[:2]) not in unfinished]
                 ready = [n for n in ready if n.name[:2] != _LAST or unfinished == {_LAST}]
                 for notebook in ready[: 0 if failed else place.lanes - len(running)]:
                     running[pool.submit(_in_lane, place, notebook)] = notebook

@@ -137,20 +137,21 @@ def test_a_failing_notebook_stays_as_it_was(project, capsys):
 
 
 def test_two_lanes_run_two_notebooks_at_a_time_and_those_that_read_models_after_they_are_made(project, capfd):
-    """00 and 05 wait for each other's file; 16 for all; 06 fails, so that 12 isn't begun."""
+    """00 and 05 wait for each other's file; 08 for 05, 15 for 08; 16 for all; 06 fails, so that 12 isn't begun."""
     meet = "open({own!r}, 'w')\nimport os, time\nwhile not os.path.exists({other!r}):\n    time.sleep(0.05)"
     files = {name: str(project / name) for name in ("00", "05")}
     write_notebook(project, "00_a", meet.format(own=files["00"], other=files["05"]), log_cell(project, "00"))
     threads = "import os\nprint(os.environ['OMP_NUM_THREADS'])"
     write_notebook(project, "05_t", meet.format(own=files["05"], other=files["00"]), threads, log_cell(project, "05"))
     write_notebook(project, "08_reads", "import time\ntime.sleep(1)", log_cell(project, "08"))
+    write_notebook(project, "15_reads_8", log_cell(project, "15"))
     write_notebook(project, "16_gathers", log_cell(project, "16"))
     assert run.main(["--jobs", "2"]) == 0
-    assert (project / "order").read_text().splitlines()[-2:] == ["08 open", "16 open"]
+    assert (project / "order").read_text().splitlines()[-3:] == ["08 open", "15 open", "16 open"]
     assert f'"{(os.cpu_count() or 1) // 2}\\n"' in outputs(project / "notebooks/05_t.ipynb")
-    assert re.search(
-        r"\[3/4\] 08_reads \.\.\. [\d.]+ s\n\[4/4\] 16_gathers \.\.\. [\d.]+ s\ntotal", capfd.readouterr().out
-    )
+    took = r" \.\.\. [\d.]+ s\n"
+    ended = rf"\[3/5\] 08_reads{took}\[4/5\] 15_reads_8{took}\[5/5\] 16_gathers{took}total"
+    assert re.search(ended, capfd.readouterr().out)
     write_notebook(project, "06_bad", "1 / 0")
     write_notebook(project, "07_long", "import time\ntime.sleep(6)")
     never = write_notebook(project, "12_never", "x = 1")
