@@ -81,7 +81,8 @@ def _is_protected_profile(name: str) -> bool:
 
 
 def _tracked() -> frozenset[Path]:
-    """The files of the checkout that git tracks, and their folders. Raises OSError where there is no git."""
+    """The files of the checkout that git tracks, and their folders; none where it isn't git's, so that any path that a
+    notebook names is foreign. Raises OSError where there is no git."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     return frozenset(ROOT.resolve() / path for file in files for path in (file, *file.parents))
