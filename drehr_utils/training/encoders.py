@@ -150,10 +150,8 @@ def add_lora(encoder: SentenceTransformer, seed: int = 0) -> None:
 def skip_padding(encoder: SentenceTransformer) -> bool:
     """Takes FlashAttention's kernels for texts of various lengths, where the GPU and the package `flash-attn` have them
     and the model knows them; says whether. From then on the encoder reads texts end to end, with nothing of them
-    padding (`token_buckets`), and computes in half precision only (`encode`).
-
-    The encoder has to be on the GPU already: one on the CPU would be given plain attention afterwards
-    (trainer.prepare_for_training), in which such texts attend to each other."""
+    padding (`token_buckets`), and computes in half precision only (`encode`); but training pads again on a CPU, whatever
+    this has said (trainer.prepare_for_training)."""
     if not is_flash_attn_2_available() or not encoder[0].model._supports_flash_attn:
         return False
     encoder[0].model.set_attn_implementation("flash_attention_2")

@@ -139,6 +139,7 @@ def prepare_for_training(model: torch.nn.Module, config: Any) -> None:
             module.p = config.dropout
         elif isinstance(module, SentenceTransformer) and module.device.type == "cpu":
             module[0].auto_model.set_attn_implementation("eager")
+            module[0].unpad_inputs = None  # after skip_padding: plain attention would join texts that are end to end
 
 
 def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 0, **settings) -> TrainingArguments:

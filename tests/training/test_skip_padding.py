@@ -128,6 +128,17 @@ def test_a_step_without_padding_has_the_gradient_of_one_with_it(recompute, tmp_p
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
 
+def test_an_encoder_that_is_trained_on_a_cpu_is_padded_again(tmp_path, flash_attn):
+    """Kept on the CPU of a machine that has a GPU, say: plain attention would let texts attend to each other."""
+    encoder = encoder_of(tmp_path, False, "cls")
+    padded = vectors(encoder, 1)
+    assert encoders.skip_padding(encoder)
+    trainer.prepare_for_training(encoder, StageConfig())
+    assert "attention_mask" in encoders.token_buckets(encoder, TEXTS, 512, 1)[0]
+    for ours, theirs in zip(vectors(encoder, 1), padded, strict=True):
+        assert np.allclose(ours, theirs, atol=1e-5)
+
+
 def test_where_there_is_no_such_kernel_texts_are_padded():
     encoder = encoders.load_encoder(MINILM, device="cpu")
     if not is_flash_attn_2_available():
