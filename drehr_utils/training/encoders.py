@@ -152,7 +152,7 @@ def add_lora(encoder: SentenceTransformer, seed: int = 0) -> None:
 def skip_padding(encoder: SentenceTransformer) -> bool:
     """Takes FlashAttention's kernels for texts of various lengths, where the GPU and the package `flash-attn` have them
     and the model knows them; says whether. From then on the encoder reads texts end to end, with nothing of them
-    padding (`token_buckets`), and computes in half precision only (`encode`); but training pads again on a CPU, whatever
+    padding (`token_buckets`), and computes in half precision only (`encode`); training on a CPU pads again, whatever
     this has said (trainer.prepare_for_training)."""
     if not is_flash_attn_2_available() or not encoder[0].model._supports_flash_attn:
         return False
