@@ -4,8 +4,8 @@
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
-In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes and of ablations:
-scores-sizes.csv.gz, scores-ablations.csv.gz) holds every search's scores, a column a training;
+In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes, of ablations and
+of fewer notes: scores-sizes.csv.gz, -ablations, -notes) holds every search's scores, a column a training;
 <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
@@ -60,8 +60,8 @@ def slug(row: str, seed: int | None = None) -> str:
 def scores_file(profile: Profile, row: str) -> Path:
     """A file a family of rows: a new record makes only those notebooks out of date that read its family."""
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    family = "-sizes" if row in systems.sizes(profile) else "-ablations" if row in of_ablations else ""
-    return folder(profile) / f"scores{family}.csv.gz"
+    families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.fewer_notes(profile)}
+    return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 
 # --- made --------------------------------------------------------------------------------------------------------
@@ -120,10 +120,10 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
     recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.candidates(profile)
-    guarded = candidate or row in systems.table4(profile) and row != rivals.HYBRID
+    guarded = candidate or row in systems.table4(profile) and not systems.is_hybrid(row)
     for split in SPLITS[: 1 if candidate else 2]:
         bench = pipeline.benchmark(profile, split)
-        scores = (rivals.hybrid_scores if row == rivals.HYBRID else pipeline.model_scores)(profile, model, bench)
+        scores = (rivals.hybrid_scores if systems.is_hybrid(row) else pipeline.model_scores)(profile, model, bench)
         found[split] = metrics.per_search(bench, scores)
         if seed == 0 and row in systems.table4(profile) | systems.sizes(profile):
             write_runs(profile, row, bench, scores, split)

@@ -14,7 +14,12 @@ from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.training import weights
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
-REAL = {PUBLISHED: "DR.EHR (open + real)", IMPROVED: "DR.EHR (improved, open + real)"}  # notes; public_data has them
+REAL = {  # notes; public_data has them
+    PUBLISHED: "DR.EHR (open + real)",
+    IMPROVED: "DR.EHR (improved, open + real)",
+    rivals.HYBRID: "DR.EHR (hybrid, open + real)",
+}
+FEWER = (20, 40, 80)  # notes of the open corpus's 160
 MPNET, SMOLLM2 = "mpnet", "SmolLM2"  # untrained; weights has them
 OTHER_SIZES = {  # the decoder is read and trained as DR.EHR-large (§3.3, §4.2), its instruction short for a CPU's sake
     "MiniLM": {},
@@ -38,7 +43,24 @@ def table4(profile: Profile) -> dict[str, Recipe]:
         rivals.HYBRID: profile.improved,  # the same encoder, joined with strings and the graph
         REAL[PUBLISHED]: _as_long(profile, profile.published),
         REAL[IMPROVED]: _as_long(profile, profile.improved),
+        REAL[rivals.HYBRID]: _as_long(profile, profile.improved),
     }
+
+
+def is_hybrid(row: str) -> bool:
+    """Whether the row's encoder is joined with strings and the graph (search.hybrid)."""
+    return row.startswith(rivals.HYBRID.removesuffix(")"))
+
+
+def with_notes(system: str, n: int) -> str:
+    """The row of a system trained on the first n training notes."""
+    return f"{system}, {n} notes"
+
+
+def fewer_notes(profile: Profile) -> dict[str, Recipe]:
+    """The learning curve of the improved recipe, alone and in the hybrid: fewer notes for as many epochs each, and so
+    for fewer steps."""
+    return {with_notes(system, n): profile.improved for n in FEWER for system in (IMPROVED, rivals.HYBRID)}
 
 
 def on(system: str, size: str) -> str:
@@ -74,7 +96,9 @@ def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
 
 
 def profile_of(profile: Profile, row: str) -> Profile:
-    """The profile with the row's own encoder, and real notes and their recorded answers where it trains on them."""
+    """The profile with the row's own encoder and notes; real ones come with their recorded answers."""
+    if row in fewer_notes(profile):
+        return replace(profile, max_train_notes=int(row.split()[-2]))
     if row not in REAL.values():
         return replace(profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}))
     answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
@@ -90,7 +114,7 @@ def lacking(profile: Profile, row: str) -> str | None:
 
 
 def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, the ablations of Tables 5 and 6 at their share of the steps, and the candidates of
-    the search, which are scored on dev alone."""
+    """Every trained row: Table 4's, other sizes', the ablations of Tables 5 and 6 at their share of the steps, the
+    learning curve's, and the candidates of the search, which are scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    return tables | recipe_search.candidates(profile)
+    return tables | fewer_notes(profile) | recipe_search.candidates(profile)

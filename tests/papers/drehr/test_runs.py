@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from dataclasses import replace
 
 import ir_measures
@@ -55,8 +56,8 @@ def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):
 
 
 def test_a_family_of_rows_has_a_file_of_its_own(smoke):
-    rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM")]
-    files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz"]
+    rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM"), systems.with_notes("DR.EHR (hybrid)", 40)]
+    files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz", "scores-notes.csv.gz"]
     assert [runs.scores_file(smoke, row).name for row in rows] == files
 
 
@@ -181,6 +182,16 @@ def test_real_notes_are_cut_as_their_recorded_answers_are_and_leave_out_the_over
     rows = systems.rows(load_profile("full"))  # as many steps as on the open notes alone
     recipe = rows[systems.REAL["DR.EHR"]]
     assert (recipe.stage1.max_steps, recipe.stage2.max_steps) == (510, 510)
+
+
+def test_fewer_notes_are_the_first_of_all_for_as_many_epochs():
+    profile = load_profile("open")
+    whole, found = pipeline.chunks(profile), systems.fewer_notes(profile)
+    for row, recipe in found.items():
+        own = pipeline.chunks(systems.profile_of(profile, row))
+        assert len({chunk.note_id for chunk in own}) == int(re.search(r"(\d+) notes$", row)[1])
+        assert list(own) == list(whole[: len(own)]) and recipe == profile.improved
+    assert len(found) == 6 and sum(map(systems.is_hybrid, found)) == 3
 
 
 def test_rows_of_other_sizes_differ_in_the_encoder_alone(tmp_path, monkeypatch):
