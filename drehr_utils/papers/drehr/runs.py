@@ -5,7 +5,7 @@
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes, of ablations and
-of fewer notes: scores-sizes.csv.gz, -ablations, -notes) holds every search's scores, a column a training;
+of other notes: scores-sizes.csv.gz, -ablations, -notes) holds every search's scores, a column a training;
 <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
@@ -60,7 +60,7 @@ def slug(row: str, seed: int | None = None) -> str:
 def scores_file(profile: Profile, row: str) -> Path:
     """A file a family of rows: a new record makes only those notebooks out of date that read its family."""
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.fewer_notes(profile)}
+    families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 

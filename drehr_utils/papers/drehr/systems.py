@@ -85,6 +85,11 @@ def sizes(profile: Profile) -> dict[str, Recipe]:
     }
 
 
+def of_other_notes(profile: Profile) -> set[str]:
+    """The rows trained on other notes than the profile's: fewer, or real ones too."""
+    return {*fewer_notes(profile), *REAL.values()}
+
+
 def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
     """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
 

@@ -57,7 +57,8 @@ def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):
 
 def test_a_family_of_rows_has_a_file_of_its_own(smoke):
     rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM"), systems.with_notes("DR.EHR (hybrid)", 40)]
-    files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz", "scores-notes.csv.gz"]
+    files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz", *2 * ["scores-notes.csv.gz"]]
+    rows.append(systems.REAL["DR.EHR"])
     assert [runs.scores_file(smoke, row).name for row in rows] == files
 
 
