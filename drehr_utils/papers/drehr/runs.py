@@ -275,8 +275,10 @@ def compared(
     scores = {row: plain[row] for row in untrained} | retrievers.extra_scores(profile, bench)
     values = {row: metrics.per_search(bench, of_row) for row, of_row in scores.items()}
     blocks, own = dict.fromkeys(values, "untrained"), [trained] if profile.short else recipes
+    more = systems.of_other_notes(profile)
+    own_notes = {row: recipe for row, recipe in systems.table4(profile).items() if row not in more}
     for block, known, mine in (
-        ("the systems", systems.table4(profile), pipeline.systems(profile)),
+        ("the systems", own_notes, pipeline.systems(profile)),
         ("the ablation", recipes, own),
     ):
         found = recorded(profile, known) if profile.short else {}
