@@ -268,18 +268,11 @@ def _formats(suffix: str) -> tuple[Callable[[Any, Path], None], Callable[[Path],
     }[suffix]
 
 
-def cached_file(
-    path: Path,
-    make: Callable[[], T],
-    save: Callable[[T, Path], None] | None = None,
-    load: Callable[[Path], T] | None = None,
-) -> T:
+def cached_file(path: Path, make: Callable[[], T]) -> T:
     """What `path` holds, made and saved first where it isn't there: never half a file, and by one process at a time.
 
-    `save` and `load` are those of the name's ending unless given: .npy, .npz (a tuple of arrays) or .parquet (a frame,
-    without its index)."""
-    if save is None or load is None:
-        save, load = _formats(path.suffix)
+    Its name ends in .npy, .npz (a tuple of arrays) or .parquet (a frame, without its index)."""
+    save, load = _formats(path.suffix)
     made_once(path, lambda partial: save(make(), partial))
     return load(path)
 

@@ -244,7 +244,7 @@ def budget(recipe: Recipe, curves: dict[str, pd.DataFrame]) -> int:
 
 def link(name: Path, folder: Path) -> None:
     """A relative link, replaced in one step."""
-    fresh = name.with_name(f"partial-{name.name}")
+    fresh = name.with_name(f"partial-{os.getpid()}-{name.name}")  # two notebooks may make the same link at once
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name, target_is_directory=True)
     os.replace(fresh, name)

@@ -350,10 +350,7 @@ def load_profile(name: str | Path | None = None) -> Profile:
     notes of its own, nothing that was recorded of the base's is read. A protected profile takes the paths and models
     of VARIABLES, and what its process writes is for its user alone. Raises DataError (file, field) for what isn't
     there."""
-    name = str(name or os.environ.get("DREHR_PROFILE") or "open")
-    profile = _from_toml(Path(name)) if name.endswith(".toml") else PROFILES.get(name)
-    if profile is None:
-        raise DataError(f"profile {name!r}: there is none; use {', '.join(PROFILES)}, or the path of a .toml file")
+    profile = as_written(str(name or os.environ.get("DREHR_PROFILE") or "open"))
     if not profile.protected:
         return profile
     for variable, place in VARIABLES.items():
@@ -365,6 +362,14 @@ def load_profile(name: str | Path | None = None) -> Profile:
                 change = {table: change}
             profile = _changed(profile, change, f"variable {variable}", Path())
     keep_private(profile.cache)
+    return profile
+
+
+def as_written(name: str) -> Profile:
+    """`load_profile` without the variables, and without what it does to the process where the profile is protected."""
+    profile = _from_toml(Path(name)) if name.endswith(".toml") else PROFILES.get(name)
+    if profile is None:
+        raise DataError(f"profile {name!r}: there is none; use {', '.join(PROFILES)}, or the path of a .toml file")
     return profile
 
 
@@ -385,7 +390,7 @@ def _from_toml(path: Path) -> Profile:
     if "notes" in given:
         own = {"recorded_answers": []} | own
     ours = next((field for field in ("in_place", "recorded") if own[field]), "name")
-    if own["name"] in PROFILES or not re.fullmatch(r"[\w-][\w.-]*", str(own["name"])) or ours != "name":
+    if str(own["name"]) in PROFILES or not re.fullmatch(r"[\w-][\w.-]*", str(own["name"])) or ours != "name":
         raise DataError(
             f"{path.name}, field {ours}: a profile of one's own needs a name of "
             "letters, digits and -, not one of ours, and leaves the committed results alone"

@@ -130,6 +130,7 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
         ("recorded_answers = [1]", "mine.toml, field recorded_answers: 1 is not Path"),
         ("base = 'opne'", "mine.toml, field base: 'opne' is none of open, full, smoke, mimic"),
         ("name = 'open'", "mine.toml, field name: "),
+        ("name = ['x']", "mine.toml, field name: "),
         ("in_place = true", "mine.toml, field in_place: "),
         ("[[capr.systems]]\nname = 'CDV'", "mine.toml, field capr.systems: field kind is missing"),
         ("recorded = true", "mine.toml, field recorded: "),

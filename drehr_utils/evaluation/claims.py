@@ -23,7 +23,7 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import bootstrap_interval
-from drehr_utils.files import naming
+from drehr_utils.files import naming, write_atomically
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -150,8 +150,8 @@ def table(
         },
         index=of.index,
     )
-    profile.tables.mkdir(parents=True, exist_ok=True)
-    rows.assign(said=rows.index.map(rests_on)).to_csv(profile.tables / f"claims_{notebook}.csv")
+    table = rows.assign(said=rows.index.map(rests_on)).to_csv()
+    write_atomically(profile.tables / f"claims_{notebook}.csv", table.encode())
     for name, said in rests_on.items():
         if (here := judged[name].verdict) != said:
             print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")

@@ -20,7 +20,7 @@ import pandas as pd
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.claims import SIGNIFICANT
 from drehr_utils.evaluation.intervals import DIFFERENCE, RESULT_COLUMNS
-from drehr_utils.files import naming
+from drehr_utils.files import naming, write_atomically
 from drehr_utils.profiles import ROOT
 
 PAPERS = ROOT / "data/papers.csv"
@@ -108,11 +108,10 @@ def save_table(
     long = _with_kept(long, name, lacking, folder) if lacking else long
     layout = layout or Layout()
     cells = show_table(long, layout)
-    folder.mkdir(parents=True, exist_ok=True)
     columns = [*RESULT_COLUMNS, "budget", *(name for name in (DIFFERENCE, "as_of") if name in long)]
     table = long.reindex(columns=columns).round(4).to_csv(index=False, lineterminator="\n")
     for kind, text in (("csv", table), ("md", _markdown(long, layout)), ("tex", _latex(long, layout, name))):
-        (folder / f"{name}.{kind}").write_bytes(text.encode())
+        write_atomically(folder / f"{name}.{kind}", text.encode())
     return cells
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from drehr_utils import pipeline
 from drehr_utils.data.benchmark import benchmark_folder
-from drehr_utils.data.notes import Note, chunk_note, find_table, iter_rows
+from drehr_utils.data.notes import ReadReport, chunk_note, find_table, iter_notes
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import BIOS_HINT, JSON_FILES, OPTIONAL_FILES
 from drehr_utils.llm import prompts, servers
@@ -76,17 +76,9 @@ def missing(profile: Profile) -> Iterator[str]:
 def estimate(profile: Profile) -> pd.Series:
     """What the whole corpus would take, from its first notes: counts, hours on one core, tokens, GB. DataError where
     the notes can't be read."""
-    mimic4 = find_table(profile.notes, "discharge")
-    table = mimic4 or find_table(profile.notes, "NOTEEVENTS")
-    if table is None:
-        raise DataError(f"{profile.notes.name}/: no notes to measure")
-    columns = ("subject_id", "hadm_id", "text", *(() if mimic4 else ("category",)))
-    rows = (row for _, row in iter_rows(table, columns))
-    rows = (row for row in rows if row.get("category", "discharge summary").strip().lower() == "discharge summary")
-    first = [Note(str(i), row["subject_id"], row["hadm_id"], row["text"]) for i, row in enumerate(islice(rows, SAMPLE))]
-    if not first:
-        raise DataError(f"{table.name}: no discharge summary")
-    n_notes = min(len(first) + sum(1 for _ in rows), profile.max_train_notes or sys.maxsize)
+    read = iter_notes(profile.notes, ReadReport(""))
+    first = list(islice(read, SAMPLE))
+    n_notes = min(len(first) + sum(1 for _ in read), profile.max_train_notes or sys.maxsize)
     began = time.perf_counter()
     chunks = [chunk for note in first for chunk in chunk_note(note)]
     cleaned = time.perf_counter()

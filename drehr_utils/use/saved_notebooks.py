@@ -24,7 +24,7 @@ from typing import Any
 
 from drehr_utils.errors import DataError
 from drehr_utils.files import naming
-from drehr_utils.profiles import PROFILES, ROOT, load_profile
+from drehr_utils.profiles import PROFILES, ROOT, as_written
 
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 _BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
@@ -75,7 +75,7 @@ def _is_protected_profile(name: str) -> bool:
     if name not in PROFILES and not name.endswith(".toml"):
         return False
     try:
-        return load_profile(Path(name).expanduser() if name.endswith(".toml") else name).protected
+        return as_written(str(Path(name).expanduser()) if name.endswith(".toml") else name).protected
     except DataError:
         return True  # of a file that can't be read, nobody knows
 

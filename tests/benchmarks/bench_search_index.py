@@ -1,15 +1,13 @@
 """drehr-search's index at 10,000 notes: what it takes to make, on time, memory and disk, and how fast it answers.
 
-    python tests/benchmarks/bench_search_index.py [--notes 10000] [--encoded 200] [--write]
+    python tests/benchmarks/bench_search_index.py [--notes 10000] [--at FOLDER] [--write]
 
 The notes are the open ones, each copied with a tenth of its words replaced by others of the corpus, five notes a
-patient, read from a CSV. The encoder takes most of the time, and as much for one chunk as for the next: so it encodes
-the first `--encoded` notes, and the others get those notes' vectors with noise added (bench_latency.py does the same).
-`index_cpu_s` is one processor's time for all, the rest reckoned at the encoder's measured rate; two cores share the
-encoder's. A query is one of the open
-benchmark's, on one thread, in the whole index or within a patient.
+patient, read from a CSV. `drehr-search index` makes the index whole, on one thread (a core-hour and a half for 10,000
+notes on a CPU without AMX), then once more, when no note is new; its processor time and memory are the system's count.
+A query is one of the open benchmark's, on one thread, in the whole index or within a patient.
 
-`--write`: also figures/benchmarks/search_index.json."""
+`--at`: keep notes and index there, and use what is there. `--write`: also figures/benchmarks/search_index.json."""
 
 from __future__ import annotations
 
@@ -56,52 +54,24 @@ def size_mb(place: Path) -> float:
     return round(sum(path.stat().st_size for path in paths if path.is_file()) / 1e6, 1)
 
 
-def make_index(source: Path, folder: Path, encoded: int) -> dict[str, float]:
-    """Seconds of each part, the number of chunks that were encoded, and the memory that this process took."""
-    from drehr_utils.data.notes import read_any_notes
-    from drehr_utils.search.index import NoteIndex
-    from drehr_utils.training import encoders
-    from drehr_utils.use.search import hybrid_of
-
-    start, vectors, real, rng = time.process_time(), [], encoders.encode, np.random.default_rng(0)
-    found = {"encoding_s": 0.0}  # of this process's own work: others may have the processor
-
-    def encode(*arguments, **options) -> np.ndarray:
-        before = time.process_time()
-        vectors.append(real(*arguments, **options))
-        found["encoding_s"] += time.process_time() - before
-        return vectors[-1]
-
-    def draw(encoder, texts: list[str], **options) -> np.ndarray:
-        drawn = known[rng.integers(len(known), size=len(texts))]
-        drawn = drawn + rng.normal(0, 0.3 / drawn.shape[1] ** 0.5, size=drawn.shape).astype(np.float32)
-        return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
-
-    notes, _ = read_any_notes(source)
-    index = NoteIndex.create(folder, hybrid_of())
-    encoders.encode = encode
-    index.update(notes[:encoded])
-    known = np.concatenate(vectors)
-    encoders.encode = draw
-    index.update(notes)
-    found["other_s"] = time.process_time() - start - found["encoding_s"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return found | {"encoded_chunks": len(known), "peak_mb": round(peak)}
+def make_index(source: Path, folder: Path) -> tuple[float, float, float]:
+    """Seconds by the clock and of the processor, and the MB that a process took, of `drehr-search index`."""
+    command = [sys.executable, "-m", "drehr_utils.use.search", "index", str(source), "--index", str(folder)]
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, env=ONE)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # its memory is that of the largest child so far
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return round(time.perf_counter() - start), round(cpu), round(after.ru_maxrss / 1024)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--notes", type=int, default=10_000)
-    parser.add_argument("--encoded", type=int, default=200)
+    parser.add_argument("--at", type=Path)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        source, folder = options.worker / "notes.csv.gz", options.worker / "index"
-        print(json.dumps(make_index(source, folder, options.encoded)), flush=True)
-        return
     with tempfile.TemporaryDirectory() as place:
-        result = measure(Path(place), options.notes, options.encoded)
+        result = measure(options.at or Path(place), options.notes)
     print(json.dumps(result, indent=1))
     if options.write:
         path = ROOT / "figures/benchmarks/search_index.json"
@@ -109,13 +79,15 @@ def main() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(place: Path, number: int, encoded: int) -> dict[str, float | int | str]:
-    source, folder = place / "notes.csv.gz", place / "index"
-    write_notes(source, number)
-    command = [sys.executable, __file__, "--worker", str(place), "--encoded", str(encoded)]
-    made = json.loads(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=ONE).stdout.splitlines()[-1]
-    )
+def measure(place: Path, number: int) -> dict[str, float | int | str]:
+    source, folder, counted = place / "notes.csv.gz", place / "index", place / "made.json"
+    if not counted.exists():
+        if folder.exists():
+            raise SystemExit(f"{folder} is half made, and what it took was not counted: delete it")
+        place.mkdir(parents=True, exist_ok=True)
+        write_notes(source, number)
+        keys = ("index_made_s", "index_cpu_s", "index_peak_mb")
+        counted.write_text(json.dumps(dict(zip(keys, make_index(source, folder), strict=True))))
 
     import torch
 
@@ -124,20 +96,17 @@ def measure(place: Path, number: int, encoded: int) -> dict[str, float | int | s
     from drehr_utils.search.index import NoteIndex
 
     torch.set_num_threads(1)
+    again_s, _, _ = make_index(source, folder)
     index = NoteIndex.open(folder)
     rng = np.random.default_rng(0)
     queries = list(pipeline.benchmark(PROFILES["open"], "test").queries.values())
     queries = [queries[i] for i in rng.permutation(len(queries))[:QUERIES]]
     patients = [f"p{p}" for p in rng.integers(-(-number // NOTES_PER_PATIENT), size=len(queries))]
-    chunks, rate = index.table.count_rows(), made["encoded_chunks"] / made["encoding_s"]
     result = {
         "index_notes": number,
-        "index_chunks": chunks,
-        "index_encoded_chunks": made["encoded_chunks"],
-        "index_encoder_chunks_per_cpu_s": round(rate, 1),
-        "index_without_encoder_cpu_s": round(made["other_s"], 1),
-        "index_cpu_s": round(chunks / rate + made["other_s"]),
-        "index_peak_mb": made["peak_mb"],
+        "index_chunks": index.table.count_rows(),
+        **json.loads(counted.read_text()),
+        "index_nothing_new_s": again_s,
         "index_mb": size_mb(folder),
         "index_model_mb": round(size_mb(folder / "hybrid") + size_mb(folder / "graph.json"), 1),  # part of it
         "index_source_mb": size_mb(source),

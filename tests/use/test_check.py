@@ -1,5 +1,6 @@
 """`--check` names all that is missing with where it comes from, and counts the whole from the first notes."""
 
+import gzip
 import re
 
 import pytest
@@ -40,9 +41,19 @@ def test_everything_that_is_missing_is_named_at_once(profile, tmp_path, capsys):
         "model: nobody/encoder is not on this machine; huggingface.co/nobody/encoder",
         "text-embedding-3-large is left out, DREHR_EMBED_BASE_URL is not set",
         "DREHR_SNOMED is not set: HPO stands in",
-        "not measured: none/: no notes to measure",
+        "not measured: none/: neither discharge.csv(.gz)",
     ):
         assert what in said, what
+
+
+def test_a_note_that_is_not_utf8_is_left_out_of_the_count(profile):
+    mine, _ = profile()
+    before = check.estimate(mine)["notes"]
+    path = mine.notes / "note/discharge.csv.gz"
+    head, _, rows = gzip.decompress(path.read_bytes()).partition(b"\n")
+    foreign = b"99-DS-1,99,1,DS,1,,,M\xfcller came in"
+    path.write_bytes(gzip.compress(b"\n".join([head.rstrip(b"\r"), foreign, rows])))
+    assert check.estimate(mine)["notes"] == before
 
 
 def test_what_is_there_is_counted_and_nothing_is_run(profile, monkeypatch, capsys):

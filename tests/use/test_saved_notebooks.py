@@ -49,6 +49,17 @@ def test_a_protected_notebook_is_saved_without_outputs(tmp_path, manager):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells[1:])
 
 
+def test_asking_whether_a_profile_is_protected_leaves_jupyters_process_as_it_is(tmp_path):
+    """load_profile("mimic") makes all that its process writes private, for good."""
+    (tmp_path / "mine.toml").write_text('notes = "notes"\n')
+    before = os.umask(0o022)
+    try:
+        saved(tmp_path, notebook('profile = "mimic"', f'load_profile("{tmp_path}/mine.toml")'))
+    finally:
+        after = os.umask(before)
+    assert after == 0o022
+
+
 @pytest.mark.parametrize("source", ['profile = "open"', "x = 1 / 2", 'plt.title("a/b")', "%matplotlib inline\n1 /2"])
 def test_an_open_one_keeps_them(tmp_path, source):
     assert saved(tmp_path, notebook(source)).count(WORD) == 5

@@ -66,7 +66,8 @@ def _as_graph(concepts: Sequence) -> KnowledgeGraph:
 
 
 def _umls_graph(meta: Path) -> KnowledgeGraph:
-    files = meta / "MRCONSO.RRF", meta / "MRREL.RRF"
+    plain = meta / "MRCONSO.RRF", meta / "MRREL.RRF"
+    files = [path if path.exists() else path.with_name(f"{path.name}.gz") for path in plain]
     folder = KG_CACHE / f"umls-{artifacts.digest(umls_to_bios, *files)}"
     return load_bios(artifacts.cached_folder(folder, lambda partial: umls_to_bios(*files, None, partial)))
 

@@ -1,5 +1,6 @@
 """KG entity retrieval: pairs by hand, splits, zero-shot by construction on the open data, the loss against torch's."""
 
+import gzip
 import math
 import shutil
 from dataclasses import replace
@@ -342,6 +343,10 @@ def test_a_umls_release_counts_by_its_content_not_by_its_path(tmp_path, monkeypa
     path = meta / "MRCONSO.RRF"
     path.write_text(path.read_text().replace("NIDDM", "sugar disease"))
     assert "niddm" not in names(meta, 23) and "sugar disease" in names(meta, 24) and len(made) == 2
+    for path in (meta / "MRCONSO.RRF", meta / "MRREL.RRF"):  # as the release may be kept
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert "sugar disease" in names(meta, 25)
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
