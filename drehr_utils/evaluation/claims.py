@@ -150,8 +150,8 @@ def table(
         },
         index=of.index,
     )
-    table = rows.assign(said=rows.index.map(rests_on)).to_csv()
-    write_atomically(profile.tables / f"claims_{notebook}.csv", table.encode())
+    text = rows.assign(said=rows.index.map(rests_on)).to_csv()
+    write_atomically(profile.tables / f"claims_{notebook}.csv", text.encode())
     for name, said in rests_on.items():
         if (here := judged[name].verdict) != said:
             print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")

@@ -87,7 +87,11 @@ def measure(place: Path, number: int) -> dict[str, float | int | str]:
         place.mkdir(parents=True, exist_ok=True)
         write_notes(source, number)
         keys = ("index_made_s", "index_cpu_s", "index_peak_mb")
-        counted.write_text(json.dumps(dict(zip(keys, make_index(source, folder), strict=True))))
+        made = dict(zip(keys, make_index(source, folder), strict=True))
+        counted.write_text(json.dumps({"index_notes": number} | made))
+    made = json.loads(counted.read_text())
+    if made["index_notes"] != number:
+        raise SystemExit(f"{place} has {made['index_notes']} notes: --notes {made['index_notes']}, or another folder")
 
     import torch
 
@@ -103,9 +107,8 @@ def measure(place: Path, number: int) -> dict[str, float | int | str]:
     queries = [queries[i] for i in rng.permutation(len(queries))[:QUERIES]]
     patients = [f"p{p}" for p in rng.integers(-(-number // NOTES_PER_PATIENT), size=len(queries))]
     result = {
-        "index_notes": number,
+        **made,
         "index_chunks": index.table.count_rows(),
-        **json.loads(counted.read_text()),
         "index_nothing_new_s": again_s,
         "index_mb": size_mb(folder),
         "index_model_mb": round(size_mb(folder / "hybrid") + size_mb(folder / "graph.json"), 1),  # part of it

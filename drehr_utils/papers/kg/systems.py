@@ -67,7 +67,7 @@ def _as_graph(concepts: Sequence) -> KnowledgeGraph:
 
 def _umls_graph(meta: Path) -> KnowledgeGraph:
     plain = meta / "MRCONSO.RRF", meta / "MRREL.RRF"
-    files = [path if path.exists() else path.with_name(f"{path.name}.gz") for path in plain]
+    files = [path if path.exists() else path.with_name(f"{path.name}.gz") for path in plain]  # the key reads them
     folder = KG_CACHE / f"umls-{artifacts.digest(umls_to_bios, *files)}"
     return load_bios(artifacts.cached_folder(folder, lambda partial: umls_to_bios(*files, None, partial)))
 
