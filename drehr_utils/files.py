@@ -179,6 +179,9 @@ def is_utf8(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
+_COLUMN_NAME, _USUAL = re.compile(r"[a-z][a-z0-9_ -]{0,40}"), {"text", "note_id", "subject_id", "hadm_id"}
+
+
 def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows of a CSV table as (row number in the file, the header being row 1; dict of the columns asked for, and of the
     `optional` ones that there are).
@@ -193,9 +196,9 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
             reader = csv.reader(handle)
             header = [name.strip().lower() for name in next(reader, [])]
             if missing := ", ".join(name for name in columns if name not in header):
-                # A table without a header begins with a note.
-                shown = all(re.fullmatch(r"[a-z][a-z0-9_ -]{0,40}", name) for name in header)
-                said = f"the header: {', '.join(header[:20])}" if shown and header else "no header is there"
+                # A table without a header begins with a note, so no cell is shown where none is known.
+                shown = {*columns, *optional, *_USUAL} & {*header} and all(map(_COLUMN_NAME.fullmatch, header))
+                said = f"the header: {', '.join(header[:20])}" if shown else f"{len(header)} cells are there"
                 raise DataError(f"{where}, row 1: column {missing} is missing; {said}")
             at = {name: header.index(name) for name in (*columns, *(o for o in optional if o in header))}
             for row, values in enumerate(reader, start=2):
@@ -231,7 +234,8 @@ def hide_messages() -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     sys.excepthook = show
-    threading.excepthook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)
+    # The second is asked where no caller is left to hear of an error, as in __del__.
+    threading.excepthook = sys.unraisablehook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

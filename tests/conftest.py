@@ -20,10 +20,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 def own_umask():
     """A protected profile, once loaded, closes its process's files to other users, and hides errors' messages: no test
     leaves that to the next."""
-    before, hooks = os.umask(0o022), (sys.excepthook, threading.excepthook)
+    before, hooks = os.umask(0o022), (sys.excepthook, threading.excepthook, sys.unraisablehook)
     yield
     os.umask(before)
-    sys.excepthook, threading.excepthook = hooks
+    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
 
 
 def pytest_collection_modifyitems(items):

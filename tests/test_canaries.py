@@ -111,6 +111,15 @@ finally:
     assert said.stderr.splitlines()[-1] == shown and "zqcanary" not in said.stderr
 
 
+def test_an_error_that_no_caller_hears_of_hides_its_message_too():
+    code = (
+        "from drehr_utils.files import hide_messages\nhide_messages()\n"
+        "class Lost:\n    def __del__(self):\n        raise ValueError('zq' + 'canary')\nlost = Lost()\ndel lost\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "ValueError (its message" in done.stderr and "zqcanary" not in done.stderr
+
+
 def test_a_crash_leaves_no_core_file(tmp_path):
     code = (
         "import os, resource as r\nfrom drehr_utils.files import hide_messages\n"

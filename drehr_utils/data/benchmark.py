@@ -185,7 +185,7 @@ def _read_qrels(path: Path, benchmark: Benchmark) -> None:
         wrong = {
             f"field query-id: {query_id!r} is not in queries.jsonl": query_id not in benchmark.queries,
             f"field corpus-id: {chunk_id!r} is not in corpus.jsonl": chunk_id not in benchmark.corpus,
-            f"field score: {score!r} is not a whole number from 0": not score.isdigit(),
+            f"field score: {score!r} is not a whole number from 0": not (score.isdecimal() and len(score) < 10),
             f"field match_type: {kind!r} is none of {', '.join(MATCH_TYPES)}": kind not in MATCH_TYPES,
             f"field corpus-id: {query_id!r} with {chunk_id!r} is there twice": twice,
         }

@@ -140,6 +140,8 @@ def read_any_notes(
     notes, report, seen = [], ReadReport(source.name), {}
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
         report.rows += 1
+        if not (is_utf8(name) and is_utf8(owner)):
+            raise DataError(f"{short_name(source)}, row {row}: note id or patient has bytes that are not UTF-8")
         if name in seen:
             said = f"the same as in row {seen[name]}; note ids must be unique"
             raise DataError(f"{short_name(source)}, row {row}, field {note_id}: {said}")

@@ -80,7 +80,7 @@ class WordCounts:
 
     def scores(self, query: str, texts: Sequence[str]) -> np.ndarray:
         """float64 [texts]: BM25's scores of some of the corpus's texts."""
-        asked, mean = Counter(word for word in words(query) if word in self.texts_with), self.words / self.texts
+        asked, mean = Counter(word for word in words(query) if word in self.texts_with), self.words / self.texts or 1.0
         scores = np.zeros(len(texts))
         for i, found in enumerate(map(words, texts)):
             count, length = Counter(found), K1 * (1 - B + B * len(found) / mean)

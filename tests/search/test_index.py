@@ -84,6 +84,7 @@ def test_candidates_get_the_bm25_scores_that_they_have_among_all():
     counts = WordCounts.of(texts)
     for query in ("a b b", "the o'brien unknown", "unknown"):
         assert counts.scores(query, texts[5:15]) == pytest.approx(BM25(texts).scores([query])[0][5:15])
+    assert WordCounts.of(["?", "!"]).scores("a", ["?"]).tolist() == [0]  # no text has a word
 
 
 def test_spans_are_what_is_counted():
