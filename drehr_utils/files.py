@@ -179,7 +179,8 @@ def is_utf8(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-_COLUMN_NAME, _USUAL = re.compile(r"[a-z][a-z0-9_ -]{0,40}"), {"text", "note_id", "subject_id", "hadm_id"}
+_COLUMN_NAME = re.compile(r"[a-z][a-z0-9_ -]{0,40}")
+_USUAL_COLUMNS = {"text", "note_id", "subject_id", "hadm_id"}
 
 
 def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) -> Iterator[tuple[int, dict[str, str]]]:
@@ -196,9 +197,10 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
             reader = csv.reader(handle)
             header = [name.strip().lower() for name in next(reader, [])]
             if missing := ", ".join(name for name in columns if name not in header):
-                # A table without a header begins with a note, so no cell is shown where none is known.
-                shown = {*columns, *optional, *_USUAL} & {*header} and all(map(_COLUMN_NAME.fullmatch, header))
-                said = f"the header: {', '.join(header[:20])}" if shown else f"{len(header)} cells are there"
+                known = {*columns, *optional, *_USUAL_COLUMNS} & {*header}
+                said = f"the header: {', '.join(header[:20])}" if header else "the file is empty"
+                if header and not (known and all(map(_COLUMN_NAME.fullmatch, header))):  # it may be a note
+                    said = f"cells in row 1: {len(header)}, not shown, for none has a known column's name"
                 raise DataError(f"{where}, row 1: column {missing} is missing; {said}")
             at = {name: header.index(name) for name in (*columns, *(o for o in optional if o in header))}
             for row, values in enumerate(reader, start=2):

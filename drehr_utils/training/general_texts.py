@@ -2,8 +2,8 @@
 
 Trained on notes and entity names alone, an encoder forgets what else it knew: zero-shot MedQuAD falls by a third
 (notebook 08), and averaging with the starting weights does not bring it back. `StageConfig.keep` adds
-losses.embedding_drift on texts drawn here. They are what the packages carry, so nothing is downloaded, and no text or
-label of an evaluation is among them.
+losses.embedding_drift on texts drawn here. They are what the packages carry, so nothing is downloaded; none is taken
+from an evaluation, though a query may coincide with one of MedQuAD's, whose form half of them have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
 
-# What is asked of an entity: CAPR's kind of query ("entity ; aspect"), here with every disease or finding.
+# What is asked of an entity: CAPR's kind of query, "entity aspect", here with every disease or finding.
 ASPECTS = (
     "information", "symptoms", "treatment", "causes", "diagnosis", "prevention", "outlook", "complications",
     "inheritance", "frequency", "genetic changes", "exams and tests", "research", "risk factors", "stages",

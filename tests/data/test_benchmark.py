@@ -109,6 +109,7 @@ MALFORMED = {
     "unknown chunk": ({"qrels": [*QRELS, "q1\tA_9\t1\tstring\town"]}, "row 7, field corpus-id: 'A_9'"),
     "score": ({"qrels": [*QRELS, "q1\tA_1\t-1\tstring\town"]}, "row 7, field score: '-1'"),
     "score, a digit and no number": ({"qrels": [*QRELS, "q1\tA_1\t²\tstring\town"]}, "row 7, field score: '²'"),
+    "score, a number too long": ({"qrels": [*QRELS, f"q1\tA_1\t{'9' * 5000}\tstring\town"]}, "row 7, field score: "),
     "match type": ({"qrels": [*QRELS, "q1\tA_1\t1\tfuzzy\town"]}, "row 7, field match_type: 'fuzzy'"),
     "judged twice": ({"qrels": [*QRELS, QRELS[1]]}, "row 7, field corpus-id: 'q1' with 'A_0'"),
 }
