@@ -1,7 +1,7 @@
 """One benchmark for all five papers: each retriever on each test set, and its committed record.
 
     python -m drehr_utils.use.transfer                      # the retrievers that the record lacks
-    python -m drehr_utils.use.transfer --remake             # all of them again, in their place (twenty minutes)
+    python -m drehr_utils.use.transfer --remake             # all of them again, in their place (an hour of a core)
     python -m drehr_utils.use.transfer --remake --only Comb
 
 The models are those of a run of the profile; one that its cache lacks is trained first. Each is asked as it is: no
