@@ -37,4 +37,6 @@ def is_dead(link: str, folder: Path) -> bool:
     """Whether a link from a file in `folder` leads nowhere."""
     name, _, anchor = link.partition("#")
     path = folder / unquote(name)
+    if path.is_dir() and "drehr_utils" not in path.resolve().parts:  # of folders the site has the package's rooms
+        return True
     return not path.exists() or bool(anchor) and unquote(anchor) not in anchors(path)

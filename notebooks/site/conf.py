@@ -84,7 +84,7 @@ def follow(app, docname, template, context, doctree):
                 slugs = env.metadata[page].get("myst_slugs", {})
                 uri = "#" + slugs.get(anchor_key(unquote(anchor)), ("", anchor))[1]
             return match[0].replace(match[1], html.escape(app.builder.get_relative_uri(docname, page) + uri))
-        if file.parts[0] not in COPIED or file.parts[1:2] in [("cache",), ("public",)]:
+        if not path.is_file() or file.parts[0] not in COPIED or file.parts[1:2] in [("cache",), ("public",)]:
             return match[0]  # the check for dead links will say so
         (app.outdir / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, app.outdir / file)

@@ -60,10 +60,11 @@ def test_pages_links_and_nothing_protected(checkout, tmp_path):
 
 
 def test_what_leads_nowhere_is_an_error(checkout, tmp_path, capfd):
-    (checkout / "README.md").write_text("# Small\n\n[gone](gone.md) [place](data/README.md#no-such)\n")
+    (checkout / "README.md").write_text("# Small\n\n[gone](gone.md) [place](data/README.md#no-such) [folder](figures/tables/)\n")
     with pytest.raises(DataError) as error:
         site.build(checkout, tmp_path / "site")
     assert "README.html: gone.md" in str(error.value) and "no-such" in str(error.value)
+    assert "figures/tables" in str(error.value)
     (checkout / "README.md").write_text("# Small\n\n![gone](gone.png)\n")
     with pytest.raises(DataError, match="warnings"):
         site.build(checkout, tmp_path / "site")
