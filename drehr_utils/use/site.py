@@ -85,6 +85,13 @@ def module_of(file: Path) -> str:
 def _module_page(tree: ast.Module, module: str) -> Iterator[str]:
     yield f"# {module.removeprefix('drehr_utils.')}\n\n:::{{py:module}} {module}\n:::\n"
     yield f"{ast.get_docstring(tree) or ''}\n"
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    origin = {name.asname or name.name: f"{node.module}.{name.name}" for node in imports for name in node.names}
+    for node in ast.walk(tree):  # a bare name, where two modules define it, would be a warning or the wrong link
+        for annotation in filter(None, (getattr(node, "annotation", None), getattr(node, "returns", None))):
+            for name in ast.walk(annotation):
+                if isinstance(name, ast.Name):
+                    name.id = origin.get(name.id, name.id)
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             yield from _described(node)

@@ -46,6 +46,7 @@ suppress_warnings = ["config.cache"]  # of that function, which can't be pickled
 add_module_names = False
 python_maximum_signature_line_length = 90
 python_display_short_literal_types = True
+python_use_unqualified_type_names = True
 viewcode_follow_imported_members = False
 
 

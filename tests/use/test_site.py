@@ -37,6 +37,10 @@ def checkout(tmp_path):
     (folder / "figures/tables/t.csv").write_text("x\n1\n")
     for name in ("errors.py", "files.py", "llm/strict.py"):
         shutil.copy(ROOT / "drehr_utils" / name, folder / "drehr_utils" / name)
+    for name in "ab":
+        (folder / f"drehr_utils/{name}.py").write_text("class Task:\n    pass\n")
+    use = "from drehr_utils.b import Task\n\ndef use(tasks: list[Task]) -> Task: ..."
+    (folder / "drehr_utils/c.py").write_text(use)
     about = "# First\n\n[files](../drehr_utils/files.py), [files.naming](../drehr_utils/files.py), $\\tfrac12$"
     notebook(folder / "notebooks/00_a.ipynb", about, "profile = 'open'", TABLE)
     notebook(folder / "notebooks/01_b.ipynb", "# Second\n\n## The authors' loss", "profile = 'mimic'", "zephyrine")
@@ -55,12 +59,15 @@ def test_pages_links_and_nothing_protected(checkout, tmp_path):
     assert 'href="data/README.html#it-s-here"' in (html / "README.html").read_text()
     assert "_modules/drehr_utils/files.html" in (html / "api/drehr_utils.files.html").read_text()
     assert "naming" in (html / "searchindex.js").read_text()
+    third = (html / "api/drehr_utils.c.html").read_text()
+    assert third.count('href="drehr_utils.b.html#drehr_utils.b.Task"') == 2 and "#drehr_utils.a.Task" not in third
     held = [path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"zephyrine" in path.read_bytes()]
     assert not held
 
 
 def test_what_leads_nowhere_is_an_error(checkout, tmp_path, capfd):
-    (checkout / "README.md").write_text("# Small\n\n[gone](gone.md) [place](data/README.md#no-such) [folder](figures/tables/)\n")
+    links = "[gone](gone.md) [place](data/README.md#no-such) [folder](figures/tables/)"
+    (checkout / "README.md").write_text(f"# Small\n\n{links}\n")
     with pytest.raises(DataError) as error:
         site.build(checkout, tmp_path / "site")
     assert "README.html: gone.md" in str(error.value) and "no-such" in str(error.value)
