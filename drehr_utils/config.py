@@ -74,6 +74,7 @@ class PairConfig:
     scale: float = 20.0  # T maps a text to sqrt(scale) times its unit vector, so S is in [-scale, scale]
     mask_false_negatives: bool = False  # concepts of the batch that the mention is known to go with, too
     dropout: float | None = 0.0
+    start_share: float = 0.0  # of the starting weights in the saved ones; unlike the paper (Wortsman et al., 2022)
     seed: int = 0
 
 
@@ -141,6 +142,7 @@ class KgSizes:
     max_pairs: int | None = None  # of a task
     max_mentions: int | None = None
     max_concepts: int | None = None  # of a test set: the gold ones, and others drawn up to this number
+    max_codes: int | None = None  # of systems.all_codes, where None is all of ICD-10-CM
     own_mentions: int = 500  # of a task's own dev pairs
     own_concepts: int = 2000
     seen_mentions: int = 300  # of its training pairs: has a system learnt what it was shown?

@@ -227,6 +227,7 @@ _SMOKE = replace(
         max_pairs=400,
         max_mentions=40,
         max_concepts=200,
+        max_codes=400,
         own_mentions=20,
         own_concepts=50,
         seen_mentions=20,

@@ -39,6 +39,7 @@ def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
         return figure2
     own = [systems.own_test(profile, system)]
     own += [systems.seen_test(profile, system, systems.training(profile, system, seed))]
+    own += [systems.all_codes(profile)] if system == systems.NAMES else []
     return {t.name: t for t in (*found, *own)} | (figure2 if system == systems.COMB else {})
 
 

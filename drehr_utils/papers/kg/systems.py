@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 from sentence_transformers import SentenceTransformer
 from transformers import TrainerCallback
 
-from drehr_utils import artifacts
+from drehr_utils import artifacts, corpus
 from drehr_utils.config import PairConfig
 from drehr_utils.knowledge import vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
@@ -30,6 +31,7 @@ from drehr_utils.papers.kg.tasks import (
     graph_pairs,
     icd10_codes,
     icd10_graph_pairs,
+    icd10_name_pairs,
     icd10_synonym_pairs,
     split_pairs,
     synonym_pairs,
@@ -41,6 +43,7 @@ from drehr_utils.search.bm25 import BM25
 from drehr_utils.training import encoders, trainer
 
 ICD10, COMB = "ICD-10", "Comb"
+NAMES = f"{ICD10} Names"  # ours: no task of the paper's, and in no comb
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
@@ -100,12 +103,21 @@ def test_sets(profile: Profile) -> list[TestSet]:
 
 
 @cache
+def all_codes(profile: Profile) -> TestSet:
+    """The open notes' mentions against the whole of ICD-10-CM (at its most specific), not a part of it."""
+    found = replace(linking.load_open_linking(OPEN_LINKING), name="OpenLinking, all codes")
+    return found.cut(profile.kg.max_mentions, profile.kg.max_codes, profile.seed)
+
+
+@cache
 def whole_tasks(profile: Profile) -> dict[str, Task]:
-    """The six tasks with every pair that their graphs give (§4.1-4.3)."""
+    """The six tasks with every pair that their graphs give (§4.1-4.3); where tasks are `mended`, ours besides."""
     codes = icd10_codes()
     pairs = {(ICD10, "Syn"): icd10_synonym_pairs(codes), (ICD10, "Graph"): icd10_graph_pairs(codes)}
     for name, graph in graphs(profile).items():
         pairs |= {(name, "Syn"): synonym_pairs(graph), (name, "Graph"): graph_pairs(graph)}
+    if profile.kg.mended:
+        pairs[ICD10, "Names"] = icd10_name_pairs(codes, corpus.knowledge_graph(profile))
     return {f"{name} {kind}": Task.from_pairs(f"{name} {kind}", name, made) for (name, kind), made in pairs.items()}
 
 
@@ -119,7 +131,7 @@ def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
         task = without_texts(task, linking.unseen_texts(test_sets(profile), task.graph))
         task = down_sample(task, profile.kg.max_pairs or len(task), profile.seed)
         split[name] = split_pairs(task, profile.seed)
-    parts = list(split.values())
+    parts = [part for name, part in split.items() if name != NAMES]
     split[COMB] = tuple(comb_task([part[side] for part in parts], profile.seed) for side in (0, 1))
     if profile.kg.mended:
         name = f"{ICD10} Syn"
@@ -227,9 +239,12 @@ def trained_on(profile: Profile, system: str) -> list[Task]:
 
 
 def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
-    """How the system is trained; where the tasks are `mended`, a Graph task without its known false negatives."""
+    """How the system is trained; where the tasks are `mended`, a Graph task without its known false negatives, and ours
+    too, whose weights then go half of the way back to the start's."""
     figure2 = system in (SUPERVISED, WITH_AUXILIARY)
     own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
+    if system == NAMES:
+        return replace(own, mask_false_negatives=True, start_share=0.5)
     return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
 
 
@@ -250,7 +265,8 @@ def trained(
     profile: Profile, parts: Sequence[Task], config: PairConfig, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Path, pd.DataFrame]:
     """The folder of the encoder trained on the tasks `parts`, made where it isn't there, and its loss curve, with what
-    a trainer.Curve measured. Whoever trains the same gives the same callbacks: the folder doesn't tell them apart."""
+    a trainer.Curve measured: of the trained weights, before `start_share`. Whoever trains the same gives the same
+    callbacks: the folder doesn't tell them apart."""
     key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
@@ -260,6 +276,10 @@ def trained(
         curve = train_pairs(encoder, parts, config, work, save_steps=profile.save_steps * 8, callbacks=callbacks)
         if (measured := work / trainer.MEASURED).exists():
             curve = curve.merge(pd.read_csv(measured), on="step", how="left")
+        if config.start_share:
+            with torch.no_grad():
+                for own, first in zip(encoder.parameters(), load(profile, "start").parameters(), strict=True):
+                    own.lerp_(first.to(own), config.start_share)
         encoders.save_encoder(encoder, partial)
         curve.to_csv(partial / "loss.csv", index=False)
 

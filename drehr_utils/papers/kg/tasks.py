@@ -111,6 +111,22 @@ def icd10_graph_pairs(codes: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield icd10_description(parent), icd10_description(code)
 
 
+def icd10_name_pairs(codes: Iterable[str], graph: KnowledgeGraph) -> Iterator[tuple[str, str]]:
+    """m = a name that `graph` has for a node and ICD-10-CM has not, c = the node's description. No task of the paper's.
+
+    The graph's concepts of a node are those with a name that is its description or a similar concept of it."""
+    concepts: dict[str, dict[str, None]] = {}
+    for term, cuis in graph.term2cui.items():
+        concepts.setdefault(text_key(term), {}).update(dict.fromkeys(cuis))
+    for code in codes:
+        sections = icd10_sections(code)
+        known = {text_key(text): None for text in (*sections["code"], *sections["see_also"])}
+        for cui in dict.fromkeys(cui for key in known for cui in concepts.get(key, ())):
+            for name in graph.cui2terms[cui]:
+                if text_key(name) not in known:
+                    yield name, sections["code"][0]
+
+
 # --- SNOMED, UMLS and graphs like them ------------------------------------------------------------------------------
 
 
