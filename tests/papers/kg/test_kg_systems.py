@@ -34,6 +34,7 @@ from drehr_utils.papers.kg.tasks import (
     down_sample,
     graph_pairs,
     icd10_graph_pairs,
+    icd10_name_pairs,
     icd10_sections,
     icd10_synonym_pairs,
     split_pairs,
@@ -76,6 +77,11 @@ def test_icd10_pairs_of_real_codes():
             "high blood pressure", "hypertension (arterial) (benign) (essential) (malignant) (primary) (systemic)"
         ],
     }  # fmt: skip
+    graph = KnowledgeGraph()
+    for cui, term in (("C1", "High Blood-Pressure"), ("C1", "htn"), ("C1", "hypertension"), ("C2", "gout")):
+        graph.add_term(cui, term)
+    code = "essential (primary) hypertension"  # its concept is found by a similar concept's name, in any spelling
+    assert list(icd10_name_pairs(["I10"], graph)) == [("htn", code), ("hypertension", code)]
     title, code = "precordial pain in throat and chest", "precordial pain"
     assert list(icd10_synonym_pairs(["R07.2"])) == [(title, code), (code, title)]
     pairs = list(icd10_synonym_pairs(["G40.909"]))
@@ -191,6 +197,7 @@ def test_open_tasks_are_of_the_papers_sizes(profile, tasks):
     assert 0.8 < sum(map(len, tasks["ICD-10 Graph"])) / 41_000 < 1.2
     smallest = min(len(train) for name, (train, _) in tasks.items() if name != "Comb")
     assert 0.99 * 6 * smallest <= len(tasks["Comb"][0]) <= 6 * smallest  # a pair of two tasks counts once
+    assert len(systems_module.all_codes(profile).concepts) == len(linking.icd10_concepts()) > 36_000
 
 
 def test_the_combs_own_test_has_none_of_the_searchs_mentions(profile):
@@ -221,6 +228,7 @@ def test_false_negatives_are_pairs_of_one_mention_or_concept():
 def test_a_graph_tasks_known_false_negatives_are_masked_but_not_under_mimic(profile):
     syn, graph, comb = (systems_module.training(profile, name) for name in ("ICD-10 Syn", "HPO Graph", "Comb"))
     assert syn == comb == profile.kg.training and graph == replace(comb, mask_false_negatives=True)
+    assert systems_module.training(profile, "ICD-10 Names") == replace(graph, start_share=0.5)
     mimic = load_profile("mimic")
     assert systems_module.training(mimic, "HPO Graph") == mimic.kg.training
 
@@ -424,6 +432,12 @@ def test_trained_model_is_made_once(tmp_path, monkeypatch):
     assert again == folder and (folder / "model.safetensors").stat().st_mtime_ns == made
     pd.testing.assert_frame_equal(curve, same)
     assert systems_module.trained(profile, [OTHER], config)[0] != folder
+    half = systems_module.trained(profile, [SMALL], replace(config, start_share=0.5, learning_rate=1e-2))[0]
+    whole = systems_module.trained(profile, [SMALL], replace(config, learning_rate=1e-2))[0]
+    first, half, whole = (systems_module.load(profile, m).state_dict() for m in ("start", half, whole))
+    assert any(not torch.equal(first[name], whole[name]) for name in first)
+    for name in first:
+        torch.testing.assert_close(half[name], (first[name] + whole[name]) / 2)
 
 
 def test_notes_of_the_linking_test_set_are_test_notes(profile):
