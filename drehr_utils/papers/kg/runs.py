@@ -32,9 +32,17 @@ COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.
 # --- made --------------------------------------------------------------------------------------------------------
 
 
+def rows(profile: Profile) -> list[str]:
+    """All that a record may be of."""
+    return [*systems.names(profile), *systems.plain_rows(profile)]
+
+
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
-    """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones."""
+    """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; from a
+    plain start the test sets alone."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
+    if system in systems.plain_rows(profile):
+        return {t.name: t for t in found}
     if system not in systems.tasks(profile):
         return figure2
     own = [systems.own_test(profile, system)]
@@ -45,11 +53,11 @@ def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
 
 def digest(profile: Profile, system: str, seed: int) -> str:
     """Of settings and data that a record is made of, whatever code made it."""
-    pairs = [[t.texts, t.mention, t.concept] for t in systems.trained_on(profile, system)]
+    own, name = systems.start_of(profile, system)
+    pairs = [[t.texts, t.mention, t.concept] for t in (systems.trained_on(own, name) if name != "start" else ())]
     asked = [[t.name, [[m.id, m.text, *sorted(m.concepts)] for m in t.mentions], t.concepts]
              for t in tested(profile, system, seed).values()]  # fmt: skip
-    start = systems.identity(profile, "start")
-    return artifacts.digest(systems.training(profile, system, seed), pairs, asked, start)
+    return artifacts.digest(systems.training(own, name, seed), pairs, asked, systems.identity(own, "start"))
 
 
 def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFrame:
@@ -61,12 +69,13 @@ def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFra
 
 def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -> None:
     """Trains a system and adds what it finds, and what it found on the way, to the records."""
+    own, name = systems.start_of(profile, system)
 
     def values() -> pd.DataFrame:
-        folder, curve = systems.train(profile, system, seed)
+        folder, curve = systems.train(own, name, seed, own == profile) if name != "start" else (name, ())
         sets = tested(profile, system, seed).items()
-        found = [systems.recall(profile, t, folder).assign(group=name) for name, t in sets]
-        shown = systems.pairs_shown(profile, system)
+        found = [systems.recall(own, t, folder).assign(group=group) for group, t in sets]
+        shown = systems.pairs_shown(own, name) if len(curve) else 0
         return pd.concat(found, ignore_index=True).assign(steps=len(curve), pairs=shown)
 
     key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
@@ -104,7 +113,7 @@ def recorded(profile: Profile) -> dict[str, Recorded]:
         table = table.astype({"search_id": str, "query_id": str, "steps": int, "pairs": int})
         table[["group", *COLUMNS, "seed"]]
         parts = dict(list(table.groupby("system")))
-    return {name: Recorded(parts[name]) for name in systems.names(profile) if name in parts}
+    return {name: Recorded(parts[name]) for name in rows(profile) if name in parts}
 
 
 def recall(profile: Profile, test_set: TestSet, model: Model) -> pd.DataFrame:
@@ -130,7 +139,7 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
 
 def stale(profile: Profile) -> list[str]:
     """The systems that the records lack, or have of other settings or data than the profile's now, or that are gone."""
-    table, known = VALUES.read(profile), systems.names(profile)
+    table, known = VALUES.read(profile), rows(profile)
     recorded = [*table[["system", "seed"]].drop_duplicates().itertuples(index=False, name=None)] if len(table) else []
     gone = [f"{system}: there is no such system now" for system in sorted({name for name, _ in recorded} - set(known))]
     keys = dict.fromkeys([(name, 0) for name in known] + [key for key in recorded if key[0] in known])
@@ -142,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="SYSTEM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     options, profile = records.parse(parser, arguments)
-    known = systems.names(profile)
+    known = rows(profile)
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
     made = VALUES.read(profile)  # without these data every digest is another, and all would be made again
