@@ -32,7 +32,7 @@ COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.
 # --- made --------------------------------------------------------------------------------------------------------
 
 
-def rows(profile: Profile) -> list[str]:
+def all_rows(profile: Profile) -> list[str]:
     """All that a record may be of."""
     return [*systems.names(profile), *systems.plain_rows(profile)]
 
@@ -113,7 +113,7 @@ def recorded(profile: Profile) -> dict[str, Recorded]:
         table = table.astype({"search_id": str, "query_id": str, "steps": int, "pairs": int})
         table[["group", *COLUMNS, "seed"]]
         parts = dict(list(table.groupby("system")))
-    return {name: Recorded(parts[name]) for name in rows(profile) if name in parts}
+    return {name: Recorded(parts[name]) for name in all_rows(profile) if name in parts}
 
 
 def recall(profile: Profile, test_set: TestSet, model: Model) -> pd.DataFrame:
@@ -139,7 +139,7 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
 
 def stale(profile: Profile) -> list[str]:
     """The systems that the records lack, or have of other settings or data than the profile's now, or that are gone."""
-    table, known = VALUES.read(profile), rows(profile)
+    table, known = VALUES.read(profile), all_rows(profile)
     recorded = [*table[["system", "seed"]].drop_duplicates().itertuples(index=False, name=None)] if len(table) else []
     gone = [f"{system}: there is no such system now" for system in sorted({name for name, _ in recorded} - set(known))]
     keys = dict.fromkeys([(name, 0) for name in known] + [key for key in recorded if key[0] in known])
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="SYSTEM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     options, profile = records.parse(parser, arguments)
-    known = rows(profile)
+    known = all_rows(profile)
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
     made = VALUES.read(profile)  # without these data every digest is another, and all would be made again
