@@ -1,7 +1,7 @@
 """Records of KG entity retrieval's systems: trained as long as judges a claim (profile `full`), and shown by `open`.
 
     python -m drehr_utils.papers.kg.runs                                # all that the records lack
-    python -m drehr_utils.papers.kg.runs --only Comb "HPO Syn" --seeds 0 1 2
+    python -m drehr_utils.papers.kg.runs --only Comb "HPO Syn on SmolLM2" --seeds 0 1 2
     python -m drehr_utils.papers.kg.runs --check                        # which records are of other data or settings
 
 data/runs/kg.csv.gz holds every mention's R@1 and R@25, kg_steps.csv those of a system's own task on the way. A training
@@ -23,6 +23,7 @@ from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.profiles import Profile
+from drehr_utils.training import weights
 
 NCBI = "NCBI Disease"
 VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
@@ -160,6 +161,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.check:
         records.end_check(stale(profile))
     for system in options.only or known:
+        if lacking := weights.missing(systems.start_of(profile, system)[0].kg.encoder or ""):
+            print(f"{system}: left out. {lacking}")
+            continue
         for seed in options.seeds:
             record(profile, system, seed, options.remake)
 

@@ -8,7 +8,7 @@ from drehr_utils.evaluation import tables
 from drehr_utils.evaluation.records import Record, maker
 from drehr_utils.papers.kg import runs, systems
 from drehr_utils.profiles import ROOT, load_profile
-from drehr_utils.training import encoders
+from drehr_utils.training import encoders, weights
 
 
 @pytest.fixture
@@ -52,6 +52,21 @@ def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         runs.main(["--profile", "smoke", "--check"])
     assert "Comb, seed 0: other settings" in capsys.readouterr().out
+
+
+def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path):
+    rows = systems.plain_rows(smoke)
+    assert rows[0] == systems.PLAIN and "HPO Syn on SmolLM2" in rows and len(rows) == 1 + 7
+    assert systems.start_of(smoke, "HPO Syn") == (smoke, "HPO Syn")
+    start, name = systems.start_of(smoke, "HPO Syn on SmolLM2")
+    assert (start.kg.encoder, name) == ("smollm2", "HPO Syn") and start.kg.training.max_steps == 2
+    assert systems.start_of(load_profile("full"), rows[0])[0].kg.training.max_steps == 100
+    first, second = systems.test_sets(smoke)[0], runs.tested(smoke, rows[1], 0)
+    assert systems.zero_shot_setting(smoke, rows[1], first) == systems.MENTIONS_ONLY and first.name in second
+    assert len({runs.digest(smoke, row, 0) for row in ("HPO Syn", *rows)}) == 1 + len(rows)
+    monkeypatch.setattr(weights, "FOLDER", tmp_path)
+    runs.main(["--profile", "smoke", "--only", "HPO Syn on SmolLM2"])
+    assert "was not fetched" in capsys.readouterr().out and not (tmp_path / runs.VALUES.name).exists()
 
 
 def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
