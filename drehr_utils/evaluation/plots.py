@@ -211,6 +211,27 @@ def stages_plot(text: str, stages: Mapping[str, Mapping[str, Sequence[str]]]) ->
     return fig
 
 
+def diagram(
+    boxes: Mapping[str, tuple[float, float, str]],
+    arrows: Iterable[tuple[str, str]],
+    height: float = 2.0,
+    style: str = "->",
+) -> Figure:
+    """Boxes by name, each with the place of its middle (0 to 1, from the left and from below) and its text, and arrows
+    between them. `style`: of the arrows, as matplotlib spells it."""
+    fig, ax = plt.subplots(figsize=(DOUBLE_COLUMN, height))
+    ax.set_axis_off()
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    own = {"ha": "center", "va": "center", "fontsize": 7}
+    own["bbox"] = {"boxstyle": "round", "facecolor": "white", "edgecolor": PALETTE[0]}
+    drawn = {name: ax.text(x, y, text, **own) for name, (x, y, text) in boxes.items()}
+    fig.draw_without_rendering()  # an arrow ends at a box's edge, which is known once its text is laid out
+    for a, b in arrows:
+        ends = {"patchA": drawn[a].get_bbox_patch(), "patchB": drawn[b].get_bbox_patch(), "shrinkA": 1, "shrinkB": 1}
+        ax.annotate("", boxes[b][:2], boxes[a][:2], arrowprops={"arrowstyle": style, "color": "#666666", **ends})
+    return fig
+
+
 def verdicts_plot(verdicts: pd.DataFrame, across: int = 7) -> Figure:
     """One mark a claim, its number in it: papers down, verdicts across, `across` marks a line.
 

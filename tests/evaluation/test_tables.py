@@ -322,3 +322,14 @@ def test_stages_plot_has_a_box_for_each_source():
     fig = plots.stages_plot("a chunk", {"I": {"one": ["x"], "two": []}, "II": {"three": ["y", "z"]}})
     shown = {text.get_text() for text in fig.axes[0].texts}
     assert {"a chunk", "I", "II", "one\nx", "two\nnone", "three\ny; z"} <= shown
+
+
+def test_a_diagrams_arrow_goes_from_box_to_box():
+    fig = plots.diagram({"a": (0.1, 0.5, "left\nbox"), "b": (0.9, 0.5, "right")}, [("a", "b")])
+    fig.draw_without_rendering()
+    left, right, arrow = fig.axes[0].texts
+    assert [text.get_text() for text in (left, right)] == ["left\nbox", "right"]
+    shaft, a, b = (
+        patch.get_window_extent() for patch in (arrow.arrow_patch, *(t.get_bbox_patch() for t in (left, right)))
+    )
+    assert a.x1 <= shaft.x0 <= a.x1 + 10 and b.x0 - 10 <= shaft.x1 <= b.x0
