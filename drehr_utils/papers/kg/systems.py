@@ -238,7 +238,7 @@ def plain_rows(profile: Profile) -> list[str]:
 
 def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
     """The profile with the encoder that the row starts from, and the row's system; "start" for PLAIN alone. PLAIN, five
-    times as large as MiniLM, is shown a twentieth of the pairs: it has most to learn at first."""
+    times as large as MiniLM, is shown a twentieth of the pairs."""
     if not row.endswith(PLAIN):
         return profile, row
     training = replace(profile.kg.training, batch_size=32, max_steps=min(100, profile.kg.training.max_steps or 100))
