@@ -133,6 +133,7 @@ class KgSizes:
 
     training: PairConfig = PairConfig()
     supervised: PairConfig = PairConfig()  # Figure 2's supervised loss
+    plain: PairConfig = PairConfig()  # from systems.PLAIN, five times as large as MiniLM
     mended: bool = True  # unlike the paper: systems.training, tasks.cap_spellings
     snomed: Path | None = None  # an RF2 release's folder; None: HPO stands in
     umls: Path | None = None  # a Metathesaurus release's META folder; None: MeSH's diseases stand in

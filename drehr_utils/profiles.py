@@ -173,7 +173,12 @@ _OPEN = Profile(
         stage2=StageConfig(positives_per_chunk=16, batch_size=32, epochs=1),
     ),
     improved=Recipe(stage2=_IMPROVED_STAGE2, read_names=True),
-    kg=KgSizes(_PAIRS, replace(_PAIRS, learning_rate=3e-4), max_concepts=2000),
+    kg=KgSizes(
+        _PAIRS,
+        replace(_PAIRS, learning_rate=3e-4),
+        plain=replace(_PAIRS, batch_size=32, max_steps=100),
+        max_concepts=2000,
+    ),
     capr=_CAPR_SHORT,
     # The rate: the best of 5e-5, 1e-4 and 2e-4 on A's folds at so few steps.
     radiology=_radiology(TripletConfig(max_steps=18), replace(_MLM, max_steps=60), (5e-5,)),
@@ -222,6 +227,7 @@ _SMOKE = replace(
     bootstrap_samples=100,
     randomizations=200,
     kg=KgSizes(
+        replace(_PAIRS, **_TINY),
         replace(_PAIRS, **_TINY),
         replace(_PAIRS, **_TINY),
         max_pairs=400,

@@ -237,12 +237,10 @@ def plain_rows(profile: Profile) -> list[str]:
 
 
 def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
-    """The profile with the encoder that the row starts from, and the row's system; "start" for PLAIN alone. PLAIN, five
-    times as large as MiniLM, is shown a twentieth of the pairs."""
+    """The profile with the encoder that the row starts from, and the row's system; "start" for PLAIN alone."""
     if not row.endswith(PLAIN):
         return profile, row
-    training = replace(profile.kg.training, batch_size=32, max_steps=min(100, profile.kg.training.max_steps or 100))
-    own = replace(profile.kg, encoder=weights.SMOLLM2, pooling="mean", training=training)
+    own = replace(profile.kg, encoder=weights.SMOLLM2, pooling="mean", training=profile.kg.plain)
     return replace(profile, kg=own), row.removesuffix(PLAIN).removesuffix(" on ") or "start"
 
 
