@@ -237,14 +237,15 @@ class Given:
 
 
 def _given(profile: Profile, stage: str) -> Given:
-    """Looked up one by one, asked for where they are missing, and remembered once none is: millions take minutes."""
+    """Looked up one by one, asked for where they are missing, and remembered once no more are than may be: millions
+    take minutes, and a late answer makes each model anew. Notebooks 03 and 04 ask again, and what they get counts."""
     task, server = TASKS[stage], servers.server_from_env()
     texts = [chunk.text for chunk in chunks(profile)] if profile.real_notes else None
     of = artifacts.digest(client.answer_all, notes_module.chunk_note, *_made_of_notes(profile), texts)
 
     def path() -> Path:  # another one when an answer was added
         store = AnswerStore(_answers_file(profile), profile.recorded_answers)
-        asked = [prompts.prompt_sha256(task), server and server.model, profile.unanswered < 1]
+        asked = [prompts.prompt_sha256(task), server and server.model, profile.unanswered]
         return profile.cache / f"llm/{task}-{artifacts.digest(of, asked, store.sources, store.last())}.json"
 
     if path().exists():
@@ -253,12 +254,14 @@ def _given(profile: Profile, stage: str) -> Given:
     if profile.unanswered < 1 and (lost := len(asked) - len(given.texts)) > profile.unanswered * len(asked):
         first = next(request for request in asked if request.key not in given.texts)
         whose = f"{first.id}'s for {first.entity_type}" if first.entity_type else f"{first.id}'s"
+        why = "".join(f", {kind}: {n}" for kind, n in given.errors.most_common())
         refused = (
             f"stage {'I' * int(stage[-1])}: {lost} of {len(asked)} of the language model's answers are missing, "
-            f"{whose} first; run this again to ask for them, or allow a share of them in the profile's `unanswered`"
+            f"{whose} first{why}; run this again to ask for them, or allow a share of them in `unanswered`, a field "
+            "of the profile"
         )
     found = Given(given.digest(), given.store.last(), given.failed, refused)
-    if not found.failed:
+    if not refused:
         files.write_atomically(path(), json.dumps(asdict(found)).encode())
     return found
 

@@ -188,7 +188,7 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
     `optional` ones that there are).
 
     Column names are compared in lower case, so that MIMIC-III's and MIMIC-IV's headers both fit. Raises DataError
-    for a missing file or column, a row that is cut short, or a file that is not CSV."""
+    for a missing file or column, a row that is cut short or too long, or a file that is not CSV."""
     path, columns, row = Path(path), tuple(columns), 1
     where = short_name(path)
     # surrogateescape keeps bytes that are not UTF-8 visible, so that the row that holds them can be named.
@@ -206,6 +206,11 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
             for row, values in enumerate(reader, start=2):
                 if short := [name for name, i in at.items() if values and i >= len(values)]:
                     raise DataError(f"{where}, row {row}: no value for field {short[0]} (the row is cut short)")
+                if any(values[len(header) :]):  # its text is cut at a comma, and cells are not what they seem
+                    raise DataError(
+                        f"{where}, row {row}: {len(values)} cells where the header has {len(header)}; quote a text "
+                        'that has commas or quotes, and double its quotes ("")'
+                    )
                 if values:
                     yield row, {name: values[i] for name, i in at.items()}
         except (csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:

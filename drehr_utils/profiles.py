@@ -95,9 +95,12 @@ class Profile:
 
     def without_stage1(self) -> Recipe:
         """The published recipe without knowledge injection (DR.EHR §5.3): stage II alone, for as many steps as both
-        stages take, so that what stage I brings isn't the longer training."""
+        stages take (for their epochs, where `max_steps` cuts one of them alone), so that what stage I brings isn't the
+        longer training."""
         first, second = self.published.stage1, self.published.stage2
-        steps = second.max_steps and first.max_steps + second.max_steps
+        if first is None or second is None:
+            return replace(self.published, stage1=None)
+        steps = first.max_steps and second.max_steps and first.max_steps + second.max_steps
         return Recipe(stage2=replace(second, epochs=first.epochs + second.epochs, max_steps=steps))
 
 
@@ -346,6 +349,7 @@ VARIABLES = {
     "DREHR_UMLS": "kg.umls",
     "DREHR_KG_ENCODER": "kg.encoder",
 }
+_SAID = {"0": False, "1": True, "false": False, "true": True}
 
 
 def load_profile(name: str | Path | None = None) -> Profile:
@@ -364,7 +368,7 @@ def load_profile(name: str | Path | None = None) -> Profile:
         if given := os.environ.get(variable):
             *tables, key = place.split(".")
             number = key == "workers" and given.isdecimal()
-            change: Any = {key: given == "1" if key == "lora" else int(given) if number else given}
+            change: Any = {key: _SAID[given] if key == "lora" and given in _SAID else int(given) if number else given}
             for table in tables:
                 change = {table: change}
             profile = _changed(profile, change, f"variable {variable}", Path())

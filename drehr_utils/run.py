@@ -25,7 +25,7 @@ from typing import Any
 
 from drehr_utils import artifacts, files
 from drehr_utils.errors import DataError
-from drehr_utils.profiles import PROFILES, Profile, load_profile
+from drehr_utils.profiles import PROFILES, VARIABLES, Profile, load_profile
 from drehr_utils.use import provenance
 
 # "%|" alone is not enough: a bar without a known total has only a count and a rate.
@@ -150,9 +150,16 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
     """What the notebooks' kernel has beside this process's own environment."""
     package_parent = str(Path(__file__).resolve().parents[1])
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if place.profile.offline else {}
+    # Notebooks run in their own folder, where a relative path is another.
+    paths = {
+        name: os.path.abspath(at)
+        for name in (*VARIABLES, "DREHR_PUBLIC_DATA")
+        if os.path.exists(at := os.environ.get(name, ""))
+    }
     share = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // place.lanes)} if place.lanes > 1 else {}
     return (
         offline
+        | paths
         | share
         | {
             "DREHR_PROFILE": place.asked,

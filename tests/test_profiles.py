@@ -29,6 +29,27 @@ def test_mimic_is_placed_by_environment_variables_and_the_others_are_not(monkeyp
     mimic = load_profile("mimic")
     assert (mimic.notes, mimic.encoder, mimic.pooling, mimic.lora) == (tmp_path, "a/decoder", "cls", True)
     assert load_profile("open") is PROFILES["open"]
+    monkeypatch.setenv("DREHR_LORA", "yes")
+    with pytest.raises(DataError, match="variable DREHR_LORA, field lora: 'yes' is not bool"):
+        load_profile("mimic")
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "expected"),
+    [
+        ("open", "[published.stage2]\nmax_steps = 100", None),  # of one stage alone: the epochs of both count
+        ("open", "[published.stage1]\nmax_steps = 100\n[published.stage2]\nmax_steps = 50", 150),
+        ("smoke", '[published.stage1]\nmax_steps = "none"', None),
+        ("open", '[published]\nstage1 = "none"', None),
+    ],
+)
+def test_steps_without_stage1_of_a_profile_of_ones_own(tmp_path, base, change, expected):
+    (tmp_path / "mine.toml").write_text(f'base = "{base}"\n{change}')
+    profile = load_profile(tmp_path / "mine.toml")
+    found = profile.without_stage1()
+    assert found.stage1 is None and found.stage2.max_steps == expected
+    first = profile.published.stage1
+    assert found.stage2.epochs == profile.published.stage2.epochs + (first.epochs if first else 0)
 
 
 def test_an_unset_benchmark_is_never_the_fictional_one(tmp_path, monkeypatch):

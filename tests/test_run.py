@@ -67,6 +67,18 @@ def test_runs_in_order_from_and_only(project, capsys):
     assert 'profile = \\"smoke\\"' in (project / "data/cache/smoke/notebooks/01_middle.ipynb").read_text()
 
 
+def test_a_relative_path_is_the_same_in_the_notebooks_folder(project, monkeypatch):
+    (project / "notes").mkdir()
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("DREHR_NOTES", "notes")
+    monkeypatch.setenv("DREHR_ENCODER", "a/model-of-a-hub")
+    write_notebook(
+        project, "00_a", "import os\nprint(os.path.isdir(os.environ['DREHR_NOTES']), os.environ['DREHR_ENCODER'])"
+    )
+    assert run.main(["--profile", "smoke"]) == 0
+    assert "True a/model-of-a-hub" in outputs(project / "data/cache/smoke/notebooks/00_a.ipynb")
+
+
 def test_second_run_in_place_gives_the_same_file(project, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(project / "jupyter"))
     foreign = project / "jupyter" / "kernels" / "python3" / "kernel.json"

@@ -157,11 +157,18 @@ def read_any_notes(
     return notes, report
 
 
+def _is_model(folder: Path, notes: Path) -> bool:
+    """Whether a folder below `notes` is in an encoder's or a graph's: an index made among them, say."""
+    above = [folder, *folder.parents][: len(folder.relative_to(notes).parts)]
+    return any((place / name).exists() for place in above for name in ("modules.json", "term2CUI.json"))
+
+
 def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[tuple[int, str, str, str, str]]:
     """Row or number of the file, field or file, note's id, patient, text."""
     if source.is_dir():
-        paths = sorted(path for path in source.rglob("*.txt") if path.is_file())
-        if not paths:
+        paths = [path for path in source.rglob("*") if path.suffix.lower() == ".txt" and path.is_file()]
+        ours = {folder for folder in {path.parent for path in paths} if _is_model(folder, source)}
+        if not (paths := sorted(path for path in paths if path.parent not in ours)):
             raise DataError(f"{source.name}/: no discharge.csv(.gz), no NOTEEVENTS.csv(.gz) and no .txt file is there")
         for row, path in enumerate(paths, 1):
             name = path.relative_to(source).as_posix()

@@ -15,7 +15,8 @@ from pathlib import Path
 from ahocorasick_rs import AhoCorasick
 
 from drehr_utils.data.notes import Note, clean
-from drehr_utils.files import read_json_lines
+from drehr_utils.errors import DataError
+from drehr_utils.files import read_json_lines, short_name
 
 OTHER_NOTES = "other_notes.jsonl.gz"  # of the benchmark's patients, beside its splits: note_id, text
 PROBE_WORDS, EVERY = 12, 25
@@ -27,11 +28,22 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(clean(text))
 
 
+def _of_splits(folder: Path, name: str, fields: tuple[str, ...]) -> Iterator[dict]:
+    """The rows of a file that each of the benchmark's splits has, packed (.gz) or not.
+
+    Raises DataError where none has it: nobody would be found, and all would train."""
+    if not (found := sorted({path.with_name(name) for end in ("", ".gz") for path in folder.glob(f"*/{name}{end}")})):
+        raise DataError(
+            f"{short_name(folder)}: no dev/{name} or test/{name}; a benchmark is the folder above its splits"
+        )
+    for path in found:
+        yield from (row for _, _, row in read_json_lines(path, fields))
+
+
 def _texts(folder: Path) -> Iterator[tuple[str, str]]:
     """(note id, a part of its text) of the benchmark's chunks and its patients' other notes."""
-    for path in sorted(folder.glob("*/corpus.jsonl")):
-        for _, _, chunk in read_json_lines(path, ("_id", "text")):
-            yield chunk["_id"].rpartition("_")[0], chunk["text"]
+    for chunk in _of_splits(folder, "corpus.jsonl", ("_id", "text")):
+        yield chunk["_id"].rpartition("_")[0], chunk["text"]
     if (folder / OTHER_NOTES).exists():
         for _, _, note in read_json_lines(folder / OTHER_NOTES, ("note_id", "text")):
             yield f"other {note['note_id']}", note["text"]
@@ -61,10 +73,9 @@ def of_benchmark(notes: Sequence[Note], folder: Path) -> dict[str, str]:
     """note_id -> by what its patient was found among those of the benchmark in `folder`: `subject_id`, `hadm_id` or
     `text`, each of a patient's notes alike."""
     known: dict[str, set[str]] = {"subject_id": set(), "hadm_id": set()}
-    for path in sorted(folder.glob("*/patients.jsonl")):
-        for _, _, patient in read_json_lines(path, ("hadm_id",)):
-            for field, values in known.items():
-                values.update({str(patient.get(field) or "")} - {""})
+    for patient in _of_splits(folder, "patients.jsonl", ("hadm_id",)):
+        for field, values in known.items():
+            values.update({str(patient.get(field) or "")} - {""})
     same = SameText(_texts(folder))
     how: dict[str, str] = {}
     for note in notes:

@@ -64,7 +64,7 @@ def judge(rows: pd.DataFrame, sign: int | Sequence[int] = 1, budget: str = "", e
     reversed where more of them are significant the other way than this way. `each` is what the rows are (metrics)."""
     signs = np.broadcast_to(sign, len(rows))
     found = [verdict(row, s) for (_, row), s in zip(rows.iterrows(), signs, strict=True)]
-    if NOT_TESTABLE in found:
+    if not found or NOT_TESTABLE in found:
         return Judged(NOT_TESTABLE, "not measured", budget)
     up, down = found.count(HOLDS), found.count(REVERSED)
     said = HOLDS if up == len(found) else REVERSED if down > up else NOT_SHOWN

@@ -93,6 +93,8 @@ def paired_randomization_test(
     if a.shape != b.shape:
         raise ValueError(f"a has shape {a.shape}, b {b.shape}; both need the same searches in the same order")
     levels, differences = _levels(len(a), queries, patients), (a - b).reshape(len(a), -1)
+    if not np.isfinite(differences).all():
+        raise ValueError("a difference isn't a number; leave out the searches that lack a value")
     sums = _cluster_sums(differences, levels[0])
     patient, search = (np.square(_cluster_sums(differences, levels[at])).sum(axis=0) for at in (0, -1))
     tables = [_table(column, *levels) for column in differences.T] if len(levels) > 1 else []

@@ -16,7 +16,7 @@ _SEEN = (
     "observed|shown|suspected|recogni[sz]ed|imaged|discernible|definite|likely|recommended"
 )
 # Words between cue and mention at most: notes have whole sections without a full stop.
-WORDS_BEFORE, WORDS_IN_LIST, WORDS_AFTER = 6, 10, 4
+WORDS_BEFORE, WORDS_IN_LIST, WORDS_AFTER, NAME_WORDS = 6, 10, 4, 4
 # Look like a denial and are none; matched first, and their words can't start a cue.
 _NOT_A_CUE = re.compile(
     r"\b(?:(?:no|not|without|little|nor)(?: any)?(?: \w+){0,2}? (?:chang\w*|increas\w*|decreas\w*|difference"
@@ -60,6 +60,10 @@ _SIZE = re.compile(
     r"history|continue|on|took|taking)\b",
     re.IGNORECASE,
 )
+_NO_NAME = re.compile(  # in a list's piece: it says something of its own
+    r"[\d()]|\b(?:with|for|to|of this|allowing|findings?|that|trivial|benefit|midline|nl|ok|neg|only|covers)\b|ed\Z",
+    re.IGNORECASE,
+)
 _ABBREVIATION = re.compile(r"\b(?:dr|mr|mrs|ms|vs|approx|st|[a-z]\.[a-z]|\d)\.$", re.IGNORECASE)
 
 
@@ -75,12 +79,25 @@ def sentences(text: str) -> list[str]:
     return [part for part in stripped if re.search(r"[A-Za-z]{2}", part)]
 
 
+def _lists_names(before: str, rest: str) -> bool:
+    """Whether a clause that denies goes on after its comma with nothing but names."""
+    if not _BEFORE.search(before):
+        return False
+    parts = [part.strip() for part in re.split(r",|\band\b|\bor\b", rest.rstrip(" ."))]
+    cues = (_SIZE, _VERB, _BEFORE, _AFTER, _END, _NO_NAME)
+    return all(0 < len(part.split()) <= NAME_WORDS and not any(cue.search(part) for cue in cues) for part in parts)
+
+
 def _clauses(sentence: str) -> list[tuple[int, int]]:
-    """Spans of a sentence's clauses: cut at conjunctions, and at the commas that don't continue a list."""
+    """Spans of a sentence's clauses: cut at conjunctions, and at the commas that don't continue a list, be it one of
+    short names that a cue opens ("denies chest pain, dyspnea, cough")."""
     cuts = [0] + [end.start() for end in _END.finditer(sentence)]
     for comma in re.finditer(r",", sentence):
         rest = sentence[comma.end() :].lstrip()
         if re.match(r"(?:or|nor|and/or)\b", rest):
+            continue
+        opened = max(cut for cut in cuts if cut <= comma.start())
+        if sentence[opened] != "," and _lists_names(sentence[opened : comma.start()], rest):
             continue
         denies, more = re.match(r"(?:no|not|without)\b", rest), re.search(r" (?:or|nor|and) ", rest)
         if denies or not more or _SIZE.match(rest) or _VERB.search(rest.partition(",")[0]):

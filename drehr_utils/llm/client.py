@@ -18,6 +18,7 @@ from drehr_utils.llm.prompts import Request
 from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
+HOPELESS_AFTER = 200  # requests without one answer, whoever made them fail, of a model that never answered
 LONGEST_PAUSE = 60  # seconds that openai waits between two attempts, where a server asks for it
 LONGEST_TOKEN = 100  # characters; an answer of more than that for each token it may have is not a model's
 
@@ -101,6 +102,13 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
     def fail(kind: str) -> None:
         answers.failed += 1
         answers.errors[kind] += 1
+        if answers.failed >= HOPELESS_AFTER and not answers.asked and not answers.store.has_any_of(server.model):
+            kinds = ", ".join(f"{kind}: {n}" for kind, n in answers.errors.most_common())
+            raise DataError(
+                f"llm: {server.model} at {server.base_url} has answered none of {answers.failed} requests ({kinds}). "
+                "What the server logs will say more: a context too short for a prompt, a parameter that it doesn't "
+                "know, an answer that is all thinking"
+            )
 
     async def work() -> None:
         nonlocal in_a_row

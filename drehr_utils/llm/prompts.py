@@ -161,6 +161,7 @@ _REASON = re.compile(
     r"\b(?:explicit|implicit|impl(?:y|ied|ies)\b|inferred|mention|suggest|indicat|evidence|presum|suspect|stated\b|likely\b"
     r"|possibl[ey]\b|because\b|due to\b|based on\b|given\b|used\b|for\b|history of\b)"
 )
+_HEADED = re.compile(r"\*\*(.+?)(?:\s*[:–—-]\s*\*\*|\*\*\s*[:–—-]\s).*")  # **an entity**: and what is said of it
 _ASIDE = re.compile(r"\s[-–—]\s|:\s")
 _REFUSAL = re.compile(
     r"(?:n/?a|none|nil|nothing|unknown|not applicable)\Z|(?:there (?:is|are|was|were) )?(?:none|no|not|nothing)\b.*"
@@ -197,7 +198,8 @@ def parse_entities(answer: str) -> tuple[list[str], int]:
         if item is None or item[1].rstrip(" *_").endswith(":"):
             malformed += 1
             continue
-        term = _term(_without_reason(_term(item[1])))
+        named = _HEADED.sub(r"\1", item[1]).replace("**", "")
+        term = _term(_without_reason(_term(named)))
         too_long = len(term.split()) > MAX_ENTITY_WORDS or len(term) > MAX_ENTITY_CHARACTERS
         if too_long or not any(map(str.isalpha, term)) or _NO_NAME.search(term) or _REFUSAL.match(term):
             malformed += 1

@@ -67,11 +67,18 @@ class Server:
         match = _BASE_URL.fullmatch(self.base_url)
         if not match:
             raise DataError("llm: DREHR_LLM_BASE_URL is not a plain http(s) address such as http://localhost:8000/v1")
-        if not self.allow_remote and not _is_private(match["host"]):
+        elsewhere = ""
+        if not _is_private(match["host"]):
+            elsewhere = (
+                f"the server's host, {match['host']}, is not this machine or a private address (localhost, 127/8, "
+                "10/8, 172.16/12, 192.168/16, *.local)"
+            )
+        elif re.search(r"[:-]cloud\Z", self.model):  # Ollama on this machine passes what such a model is asked on
+            elsewhere = f"the model {self.model} runs on Ollama's machines, whatever the server's address"
+        if elsewhere and not self.allow_remote:
             raise DataError(
-                f"llm: the server's host, {match['host']}, is not this machine or a private address (localhost, 127/8, "
-                "10/8, 172.16/12, 192.168/16, *.local), so nothing was sent: note text would leave. If your data use "
-                f"agreement allows that, set DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}"
+                f"llm: {elsewhere}, so nothing was sent: note text would leave. If your data use agreement allows "
+                f"that, set DREHR_LLM_ALLOW_REMOTE={ALLOW_REMOTE}"
             )
         if not self.model:
             raise DataError("llm: no model named; set DREHR_LLM_MODEL to the name under which the server serves it")

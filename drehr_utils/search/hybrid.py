@@ -90,11 +90,13 @@ def _whole(automaton: AhoCorasick, text: str) -> list[tuple[int, int, int]]:
 
 def names_in_text(counts: np.ndarray, bm25: np.ndarray) -> np.ndarray:
     """Scores [queries, texts] of the names alone: count_names, BM25 of the plain query breaking ties."""
+    bm25 = np.maximum(bm25, 0)  # as in `joined`
     return counts + bm25 / (1 + bm25)
 
 
 def joined(similarity: np.ndarray, counts: np.ndarray, expanded: np.ndarray, weights: Weights) -> np.ndarray:
     """The hybrid's scores [queries, texts] of cosine similarities, count_names, and BM25 of the expanded query."""
+    expanded = np.maximum(expanded, 0)  # it is below 0 where most of a few texts have the query's words
     return similarity + weights.names * np.log1p(counts) + weights.words * expanded / (expanded + HALF)
 
 

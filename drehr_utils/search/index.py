@@ -131,6 +131,8 @@ class NoteIndex:
     def open(cls, folder: str | Path) -> Self:
         """The index in `folder`. Raises DataError where there is none, or LanceDB isn't installed."""
         folder = Path(folder)
+        if not (folder / _HYBRID).is_dir() and not is_new(folder):
+            raise DataError(f"{folder.name}/: isn't empty, and no index; name another folder")
         if not (folder / _HYBRID).is_dir():
             raise DataError(f"{folder.name}/: no index; make one with `drehr-search index NOTES --index {folder.name}`")
         try:
@@ -138,7 +140,7 @@ class NoteIndex:
         except ImportError:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
-        database = lancedb.connect(str(folder), read_consistency_interval=datetime.timedelta(0))
+        database = lancedb.connect(str(folder.absolute()), read_consistency_interval=datetime.timedelta(0))
         columns = schema(hybrid.encoder.get_embedding_dimension())
         with _writing(folder):
             return cls(folder, hybrid, database.create_table(_TABLE, schema=columns, exist_ok=True))
@@ -161,6 +163,9 @@ class NoteIndex:
                 left.unlink()
             known = self.notes()
             digests = {note.note_id: _digest(note) for note in notes}
+            if len(digests) < len(notes):
+                twice = next(i for i, n in Counter(note.note_id for note in notes).items() if n > 1)
+                raise DataError(f"notes: {twice} comes twice; note ids must be unique")
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = [note_id for note_id in known if note_id not in digests]
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
@@ -270,7 +275,7 @@ class NoteIndex:
         path = self.folder / _WORDS
         found = (path.stat().st_mtime_ns, path.stat().st_ino) if path.exists() else self.table.version
         if self._read is None or self._read[0] != found:
-            table, words = lancedb.connect(str(self.folder)).open_table(_TABLE), None
+            table, words = lancedb.connect(str(self.folder.absolute())).open_table(_TABLE), None
             if path.exists():
                 with files.naming(path, "delete it: it is counted again"), files.open_file(path) as file:
                     about = json.load(file)
@@ -293,10 +298,11 @@ class NoteIndex:
         Raises DataError for an empty query, an empty index, a patient without notes, or an index that can't be read."""
         if not query.strip():
             raise DataError("the query is empty; give a term, as in 'shortness of breath'")
+        vector = self.hybrid.embed_queries([query])
         for _ in range(TRIES):
             try:
                 index, words = self._finished()
-                return index._search(words, query, top, patient)
+                return index._search(words, query, vector, top, patient)
             except DataError:
                 raise
             except (OSError, RuntimeError, ValueError) as error:  # Lance's: an update took this version's files away
@@ -305,12 +311,11 @@ class NoteIndex:
             f"{self.folder.name}/: can't be read ({said}); if nothing indexes just now, index the notes anew"
         )
 
-    def _search(self, words: WordCounts, query: str, top: int, patient: str | None) -> list[Hit]:
+    def _search(self, words: WordCounts, query: str, vector: np.ndarray, top: int, patient: str | None) -> list[Hit]:
         if not self.table.count_rows():
             raise DataError(f"{self.folder.name}/: the index is empty; run `drehr-search index NOTES`")
         names = sorted(names_of(query, self.hybrid.graph))
         expanded = expand_query(query, self.hybrid.graph)
-        vector = self.hybrid.embed_queries([query])
         found = self._candidates(vector[0], expanded, names) if patient is None else self.of_patient(patient)
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)

@@ -18,15 +18,15 @@ from drehr_utils.training import losses
 
 
 def positive_columns(anchors: Sequence[str], positives: Sequence[Sequence[str]]) -> dict[str, list]:
-    """Columns of a dataset: `anchor`, `positive_1` to `positive_n` (n: the most that one has; shorter rows end in empty
-    texts), and `label`, how many of a row's positives count.
+    """Columns of a dataset: `anchor`, `positive_1` to `positive_n` (n: the most that one has; shorter rows repeat
+    their last), and `label`, how many of a row's positives count.
 
     Raises DataError for an anchor without a positive, which has nothing to be pulled to."""
     for row, own in enumerate(positives):
         if not own:
             raise DataError(f"positives, row {row}: none; leave this anchor out")
     longest = max(map(len, positives), default=0)
-    columns = {f"positive_{k + 1}": [own[k] if k < len(own) else "" for own in positives] for k in range(longest)}
+    columns = {f"positive_{k + 1}": [own[min(k, len(own) - 1)] for own in positives] for k in range(longest)}
     return {"anchor": list(anchors), **columns, "label": [len(own) for own in positives]}
 
 

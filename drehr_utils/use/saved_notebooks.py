@@ -28,6 +28,7 @@ from drehr_utils.profiles import PROFILES, ROOT, as_written
 
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 _BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
+_ELSEWHERE = re.compile(r"\bPath\.home\(|\bos\.environ\b|\bgetenv\(|\binput\(")  # where a path may come from, unseen
 _SHELL = re.compile(r"(?s:\A\s*%%.*)|(?m:^\s*[!%].*)")  # a cell (%%bash) or a line for the shell: !head notes/1.txt
 
 
@@ -54,19 +55,22 @@ def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: 
 
 def is_protected(notebook: Mapping[str, Any]) -> bool:
     """Whether the notebook's code may have read protected text: it names a protected profile or a file or folder that
-    git doesn't track in this checkout, asks `drehr-search`, or DREHR_PROFILE names such a profile for all notebooks."""
+    git doesn't track in this checkout, asks `drehr-search`, takes what may be a path from the user's home, the
+    environment or `input()`, or DREHR_PROFILE names such a profile for all notebooks."""
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names = {name for source in sources for name in _names(source)}
     own = _tracked()
     return (
         any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names]))
         or any("drehr-search" in line for source in sources for line in _SHELL.findall(source))
+        or any(map(_ELSEWHERE.search, sources))
         or any(_is_foreign(name, own) for name in names)
     )
 
 
 def _names(source: str) -> Iterator[str]:
-    yield from (match[2] for match in _QUOTED.finditer(source))
+    for part in (source, *source.splitlines()):  # the apostrophe of a comment may hide what is quoted after it
+        yield from (match[2] for match in _QUOTED.finditer(part))
     yield from (match[0] for match in _BARE_PATH.finditer(source))
     yield from (word for line in _SHELL.findall(source) for word in line.split())
 

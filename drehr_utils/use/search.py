@@ -76,7 +76,7 @@ def make_index(options: argparse.Namespace) -> None:
 
     if is_new(options.index):
         index = NoteIndex.create(options.index, hybrid_of(options.model or SHIPPED))
-    elif options.model:
+    elif options.model and (options.index / "hybrid").is_dir():
         raise DataError(f"{options.index.name}/: has its model already; leave --model out, or name a new folder")
     else:
         index = NoteIndex.open(options.index)
@@ -97,16 +97,17 @@ def ask(options: argparse.Namespace) -> None:
     for query in [options.query] if options.query is not None else _lines():
         hits = index.search(query, options.top, options.patient)
         if options.json:
-            print(json.dumps({"query": query, "hits": [asdict(hit) for hit in hits]}))
+            print(json.dumps({"query": query, "hits": [asdict(hit) for hit in hits]}), flush=True)
         else:
-            print("\n\n".join(show(hit, place, sys.stdout.isatty()) for place, hit in enumerate(hits, 1)))
+            print("\n\n".join(show(hit, place, sys.stdout.isatty()) for place, hit in enumerate(hits, 1)), flush=True)
 
 
 def _lines() -> Iterator[str]:
     for line in sys.stdin:
-        if not line.strip():
+        if line.strip():
+            yield line.strip()
+        elif sys.stdin.isatty():
             return
-        yield line.strip()
 
 
 def marked(hit: Hit, said: tuple[str, str], denied: tuple[str, str], escape: Callable[[str], str] = str) -> str:

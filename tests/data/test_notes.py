@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drehr_utils import pipeline
-from drehr_utils.data.notes import Note, chunk_note, chunk_words, clean, read_notes, read_splits
+from drehr_utils.data.notes import Note, chunk_note, chunk_words, clean, read_any_notes, read_notes, read_splits
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import ROOT, load_profile
 
@@ -21,6 +21,19 @@ def write_notes(folder: Path, rows: list[str] | bytes, name="discharge.csv") -> 
 
 def row(note_id, text, subject="1"):
     return f'{note_id},{subject},2,DS,1,,,"{text}"\n'
+
+
+def test_a_row_whose_text_is_cut_at_its_commas_is_named(tmp_path):
+    """Unquoted, or its quotes escaped by backslashes, as some exporters do: a part of it would pass for ids."""
+    for text in ("Chest pain, radiating to the left arm", '"CC: \\"pain\\", worse, htn, gout"'):
+        (tmp_path / "notes.csv").write_text(f"note_id,subject_id,text\n1,10,Cough.\n2,20,{text}\n")
+        with pytest.raises(
+            DataError, match=r"notes.csv, row 3: \d cells where the header has 3; quote a text"
+        ) as error:
+            read_any_notes(tmp_path / "notes.csv")
+        assert "arm" not in str(error.value) and "gout" not in str(error.value)
+    (tmp_path / "notes.csv").write_text("note_id,subject_id,text\n1,10,Cough.,,\n")  # of a spreadsheet
+    assert [note.text for note in read_any_notes(tmp_path / "notes.csv")[0]] == ["Cough."]
 
 
 @pytest.mark.parametrize("split", ["dev", "test"])

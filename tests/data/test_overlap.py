@@ -1,6 +1,8 @@
 """No note of a benchmark's patient trains, whatever its ids: patients planted in both MIMICs and CliniQ's release."""
 
+import gzip
 import json
+import shutil
 
 import pytest
 from mimic4_miniature import write_miniature
@@ -8,6 +10,7 @@ from mimic4_miniature import write_miniature
 from drehr_utils.data.benchmark import load_benchmark
 from drehr_utils.data.notes import read_notes
 from drehr_utils.data.overlap import OTHER_NOTES, of_benchmark
+from drehr_utils.errors import DataError
 from drehr_utils.papers.cliniq import release
 
 
@@ -48,6 +51,19 @@ def test_without_the_patients_other_notes_one_of_them_would_train(joined):
     found = {note.subject_id for note in notes if note.note_id in of_benchmark(notes, out)}
     (out / OTHER_NOTES).write_bytes(kept)
     assert len(found) == 1 and found < made.patients["both"]
+
+
+def test_a_packed_benchmark_is_read_and_one_without_its_files_is_named(joined, tmp_path):
+    made, out = joined
+    notes, _ = read_notes(made.notes)
+    packed = tmp_path / "cliniq"
+    shutil.copytree(out, packed)
+    for path in packed.glob("*/*.jsonl"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert of_benchmark(notes, packed) == of_benchmark(notes, out) != {}
+    with pytest.raises(DataError, match="no dev/patients.jsonl or test/patients.jsonl"):
+        of_benchmark(notes, packed / "test")
 
 
 def test_where_the_tables_share_ids_they_decide(joined):

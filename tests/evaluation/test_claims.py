@@ -37,6 +37,10 @@ def test_a_claim_of_all_is_judged_on_all(rows, sign, said):
     assert claims.judge(rows, sign).verdict == said
 
 
+def test_a_claim_of_nothing_is_not_testable():
+    assert claims.judge(_rows()).verdict == claims.NOT_TESTABLE
+
+
 def test_a_claim_of_most_is_a_sign_test():
     # 9 of 10: p = 2 (10 + 1) / 1024 = 0.0215; 20 of 20: 2 / 2^20.
     nine = claims.judge_most(_rows(*[(1.0, 0.5)] * 9, (-1.0, 0.5)))

@@ -159,6 +159,12 @@ def test_randomization_is_uniform_under_the_null_and_sees_a_difference():
     assert np.mean(np.array(shifted) < 0.01) > 0.9
 
 
+def test_a_value_that_is_no_number_has_no_p():
+    values = np.random.default_rng(0).normal(size=50)
+    with pytest.raises(ValueError, match="isn't a number"):
+        paired_randomization_test(values, np.where(np.arange(50) == 3, np.nan, 0), ONE)
+
+
 def test_randomization_edges():
     a = np.arange(20.0)
     assert paired_randomization_test(a, a, Resampling(randomizations=99)) == 1

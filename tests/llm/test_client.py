@@ -473,6 +473,21 @@ def test_many_400s_are_no_reason_to_stop():
     assert (answers.failed, answers.asked) == (40, 10)
 
 
+@pytest.mark.parametrize(
+    ("reply", "said"), [((400, {}), "HTTP 400: 200"), ((200, completion(" ")), "empty answer: 200")]
+)
+def test_a_model_that_never_answers_is_asked_two_hundred_times(tmp_path, reply, said):
+    store = tmp_path / "s.sqlite"
+    with serving(lambda n, body: reply) as server:
+        with pytest.raises(DataError, match=f"has answered none of 200 requests .{said}"):
+            ask(drugs(1000), server, store)
+        assert client.HOPELESS_AFTER <= len(server.bodies) < client.HOPELESS_AFTER + 20
+    with serving(lambda n, body: (200, completion("- x"))) as server:
+        ask(drugs(1), server, store)
+    with serving(lambda n, body: reply) as server:  # it has answered before: it chokes on what is left
+        assert ask(drugs(300), server, store).failed == 299
+
+
 def test_no_server_there_is_said_at_once():
     with pytest.raises(DataError, match=r"127.0.0.1:\d+/v1 does not answer .*is running and serves m"):
         answer_all(drugs(1000), server=Server(dead_url(), "m"), progress=False)
@@ -628,6 +643,16 @@ def test_server_from_env(monkeypatch):
     assert servers.server_from_env().allow_remote
 
 
+@pytest.mark.parametrize("model", ["gpt-oss:120b-cloud", "glm-4.6:cloud"])
+def test_a_model_that_ollama_asks_of_its_own_hosts_is_refused(model):
+    with pytest.raises(
+        DataError, match=f"{model} runs on Ollama's machines.*so nothing was sent.*DREHR_LLM_ALLOW_REMOTE"
+    ):
+        Server("http://localhost:11434/v1", model)
+    assert Server("http://localhost:11434/v1", model, allow_remote=True).model == model
+    assert Server("http://localhost:11434/v1", "cloud-bert").model
+
+
 def test_neither_redirects_nor_proxies_carry_notes_away(monkeypatch):
     with serving() as elsewhere:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -706,6 +731,11 @@ def test_parse_abbreviations(answer, pairs, malformed):
         ("None.", [], 0),
         ("", [], 0),
         ("Here are the diseases:\n\n- gout", ["gout"], 1),
+        (
+            "- **Hypertension**: elevated\n- **Gout:** a flare\n- **Aspirin** 81 mg\n- **CHF** - diastolic\n- a**b",
+            ["hypertension", "gout", "aspirin 81 mg", "chf", "ab"],
+            0,
+        ),
         ("**Diseases:**\n* **Gout**\n* Inferred:\n\t+ sepsis", ["gout", "sepsis"], 2),
         (
             "- antihemophilic factor (recombinant)\n- rho(d) immune globulin",

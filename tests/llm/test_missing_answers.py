@@ -102,7 +102,11 @@ def test_a_key_and_its_sets_are_of_the_same_answers(profile, serving):
     server = serving(flaky)
     wanted = len(pipeline.requests(profile, "entity_generation"))
     assert entities(lenient)[lost] == set() and len(server.bodies) == wanted
+    key = pipeline.stage_positives(lenient, "stage2")[0]
+    assert entities(lenient)[lost] == set() and len(server.bodies) == wanted, "few enough: no later notebook asks again"
+    pipeline.answers(lenient, "entity_generation")  # notebook 04 does
     assert entities(lenient)[lost] == everything(lost, profile) and len(server.bodies) == wanted + 1
+    assert pipeline.stage_positives(lenient, "stage2")[0] != key
 
 
 def test_that_none_is_missing_is_remembered_until_an_answer_is_added(profile, serving, monkeypatch):
@@ -140,6 +144,7 @@ def test_abbreviations_come_in_later_too(profile, serving):
     assert names("abbreviation") == set() and names("string match")
     assert chunk_id not in pipeline.abbreviations(lenient)[0]
     serving(good)
+    assert chunk_id in pipeline.abbreviations(lenient)[0]  # notebook 03 asks again
     assert names("abbreviation") == {"hypertension"} and names("string match")
     assert pipeline.stage1_sets(profile).samples(0)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from drehr_utils.knowledge.graph import KnowledgeGraph
+from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.hybrid import HALF, Hybrid, Weights, count_names, joined, names_in_text, names_of
 from drehr_utils.training.encoders import load_encoder
 
@@ -50,6 +51,17 @@ def test_names_are_counted_as_a_regular_expression_does():
 
 def test_bm25_only_breaks_ties_of_names():
     assert names_in_text(np.array([2, 1, 1]), np.array([0.0, 99.0, 1.0])).tolist() == [2.0, 1.99, 1.5]
+
+
+def test_words_that_most_texts_have_cost_nothing(graph):
+    """BM25's weight of such a word can be below 0 in a few texts, and k / (k + 20) has a pole at -20."""
+    texts = ["pain in the back, pain in the leg, pain in the arm"] * 3 + ["rash"]
+    bm25 = BM25(texts).scores(["pain in the"])
+    assert bm25.min() < -0.5
+    counts = count_names([["pain"]], texts)
+    scores = joined(np.zeros_like(bm25), counts, bm25, Weights())
+    assert np.isfinite(scores).all() and scores[0, :3].min() > scores[0, 3] >= 0
+    assert names_in_text(counts, bm25).tolist() == [[3, 3, 3, 0]]
 
 
 def test_a_score_is_the_same_whatever_else_is_in_the_list():

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from drehr_utils import artifacts
 from drehr_utils.data.notes import Note, chunk_note
@@ -209,15 +210,14 @@ def test_a_search_whose_files_an_update_takes_away_goes_on_with_the_new_ones(hyb
     index.update(given[:3], progress=False)
     updates = [given[:6], given[3:9], given[4:]]
 
-    class Late(Hybrid):
-        def embed_queries(self, queries):
+    class Late(NoteIndex):
+        def nearest(self, vector):
             """In the middle of a search."""
             if updates:
                 index.update(updates.pop(0), remove_gone=True, progress=False)
-            return super().embed_queries(queries)
+            return super().nearest(vector)
 
-    opened = NoteIndex.open(index.folder)
-    reader = NoteIndex(index.folder, Late(**vars(opened.hybrid)), opened.table)
+    reader = Late.open(index.folder)
     hits = reader.search("mi cough", top=99)
     assert not updates
     assert_found_alike(hits, NoteIndex.open(index.folder).search("mi cough", 99))
@@ -292,6 +292,22 @@ def test_a_disk_that_cannot_be_written_is_named_and_takes_nothing_along(hybrid, 
 def test_the_folder_is_the_owners_alone_and_no_git_sees_it(index):
     assert stat.S_IMODE(os.stat(index.folder).st_mode) == 0o700
     assert (index.folder / ".gitignore").read_text() == "*\n"
+
+
+def test_a_query_that_cannot_be_encoded_is_not_the_indexs_fault(index, monkeypatch):
+    def full(self, queries):
+        raise torch.OutOfMemoryError("of a graphics card")
+
+    monkeypatch.setattr(Hybrid, "embed_queries", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        index.search("dyspnea")
+
+
+def test_a_note_that_comes_twice_is_named_and_nothing_added(hybrid, tmp_path):
+    made = NoteIndex.create(tmp_path / "index", hybrid)
+    with pytest.raises(DataError, match="notes: n1 comes twice; note ids must be unique"):
+        made.update([note(1, "cough"), note(2, "fever"), note(1, "cough")])
+    assert made.table.count_rows() == 0
 
 
 def test_what_cannot_be_done_says_so(index, hybrid, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -27,9 +28,20 @@ def model():
 def test_columns_pad_and_count():
     rows = positive_columns(ANCHORS, POSITIVES)
     assert list(rows) == ["anchor", "positive_1", "positive_2", "positive_3", "label"]
-    assert rows["label"] == [3, 1, 2] and rows["positive_2"] == ["renal failure", "", "postoperative fever"]
+    assert rows["label"] == [3, 1, 2] and rows["positive_2"] == ["renal failure", "htn", "postoperative fever"]
     with pytest.raises(DataError, match="positives, row 1: none; leave this anchor out"):
         positive_columns(ANCHORS, [["aki"], [], ["pyrexia"]])
+
+
+def test_padded_rows_share_a_batch_without_duplicates():
+    """A filler that rows share would keep them apart: batches of one row, which have no negative."""
+    rows = positive_columns(
+        [f"chunk {i}" for i in range(8)], [[f"{i} {k}" for k in range(1 + i % 3)] for i in range(8)]
+    )
+    sampler = NoDuplicatesBatchSampler(
+        Dataset.from_dict(rows), 4, True, valid_label_columns=["label"], generator=torch.Generator(), seed=0
+    )
+    assert sorted(map(len, sampler)) == [4, 4]
 
 
 @pytest.mark.parametrize("per_anchor", [True, False])

@@ -71,6 +71,7 @@ def test_ones_own_notes_in_an_open_notebook(tmp_path):
     (tmp_path / "notes").mkdir()
     for source in (
         f'load_profile("{tmp_path}/mine.toml")', f"read_notes(Path('{tmp_path}/notes'))", f"!head {tmp_path}/notes",
+        f"# don't show\nopen('{tmp_path}/notes/1')\nopen('{tmp_path}/notes')", 'Path.home() / "notes"', "input('file')",
         "load_profile('gone.toml')", 'open("../data/cache")', f'notes = f"""{tmp_path}/notes"""',
     ):  # fmt: skip
         (ROOT / "data/cache").mkdir(exist_ok=True)

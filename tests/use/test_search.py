@@ -5,7 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -52,11 +56,38 @@ def test_three_text_files_two_commands_a_ranked_list(folder, model, tmp_path, ca
     assert hit["text"] == "ankle sprain." and hit["names"] == {} and hit["patient"] == "b.txt"
 
 
-def test_queries_come_from_stdin_too_and_end_with_an_empty_line(folder, model, tmp_path, capsys, monkeypatch):
+def test_an_index_among_the_notes_is_no_note(folder, model, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "C.TXT").write_text("Wrist pain.")
+    search.main(["index", ".", "--model", str(model)])
+    shutil.copytree(model, folder / "mine/graph-1")  # what `train` leaves
+    search.main(["index", "."])
+    said = capsys.readouterr().out.splitlines()
+    assert (folder / "drehr-index/hybrid/graph/bios.txt").exists()
+    assert "4 notes added" in said[0] and "0 notes added, 0 changed, 4 as they were; 4 chunks" in said[1]
+
+
+def test_a_program_may_ask_and_wait_for_its_answer(folder, model, tmp_path):
+    index = str(tmp_path / "index:1")  # no address, though it has a colon
+    search.main(["index", str(folder), "--model", str(model), "--index", index])
+    command = [sys.executable, "-m", "drehr_utils.use.search", "query", "--json", "--index", index]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1, "env": environment}
+    with subprocess.Popen(command, **pipes) as program:
+        watch = threading.Timer(120, program.kill)
+        watch.start()
+        for query in ("sob", "knee"):
+            program.stdin.write(f"{query}\n\n")
+            assert json.loads(program.stdout.readline())["query"] == query
+        program.stdin.close()
+        watch.cancel()
+
+
+def test_queries_come_from_stdin_too(folder, model, tmp_path, capsys, monkeypatch):
     at = ["--index", str(tmp_path / "index")]
     search.main(["index", str(folder), "--model", str(model), *at])
     capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(["sob\n", "knee\n", "\n", "not asked\n"])))
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(["sob\n", "\n", "knee\n"])))
     search.main(["query", "--json", *at])
     asked = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [found["query"] for found in asked] == ["sob", "knee"]
@@ -111,6 +142,11 @@ def test_an_index_keeps_its_model(folder, model, tmp_path, capsys):
     with pytest.raises(SystemExit):
         search.main(command)
     assert "has its model already" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/.DS_Store").touch()
+    with pytest.raises(SystemExit):
+        search.main([*command[:5], str(tmp_path / "other")])
+    assert "other/: isn't empty, and no index; name another folder" in capsys.readouterr().err
     (folder / "b.txt").unlink()
     search.main([*command[:2], *command[4:], "--remove-gone"])
     assert "0 notes added, 0 changed, 2 as they were, 1 removed; 2 chunks" in capsys.readouterr().out

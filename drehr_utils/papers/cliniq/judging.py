@@ -175,6 +175,12 @@ def judge(
     )  # fmt: skip
     given_up = [by_id[request.id] for request in judged.report.given_up]
     judged.unjudged = [(query_id, question.chunk_id) for question in given_up for query_id in question.query_ids]
+    if (lost := len(judged.unjudged)) > len(judged.labels):  # the benchmark would have little but string matches
+        why = Counter({"requests without an answer": judged.report.failed}) + judged.report.problems
+        raise DataError(
+            f"judging: {lost} of {lost + len(judged.labels)} pairs of a term and a chunk stayed without a judgment "
+            f"({', '.join(f'{kind}: {n}' for kind, n in why.most_common(3))}); another model may keep to the format"
+        )
     return judged
 
 

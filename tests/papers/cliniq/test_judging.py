@@ -178,6 +178,15 @@ def test_a_real_server_that_misbehaves(toy, tmp_path):
     assert judging.combine_judgments(again.labels) == TRUTH and again.unjudged == judged.unjudged and resent == 1
 
 
+def test_a_benchmark_is_not_made_of_string_matches_alone(toy, tmp_path):
+    """A model that gives no judgment: the message says of what kind its answers were, and not what they said."""
+    for reply, said in (("I would rather not.", "a term without a judgment: "), (400, "requests without an answer: ")):
+        with chat_server(lambda prompt, body, reply=reply: reply) as server:
+            with pytest.raises(DataError, match=f"8 of 8 pairs .* without a judgment .{said}") as error:
+                judging.judge(toy, asked_questions(toy), CliniqSizes(), server=Server(server.base_url, "m"))
+        assert "rather" not in str(error.value)
+
+
 def test_resumes_after_the_server_died(toy, tmp_path):
     questions, chunk_ids = asked_questions(toy), {text: c for c, text in toy.corpus.items()}
     store, settings, count = tmp_path / "j.sqlite", CliniqSizes(terms_per_call=2), Counter()
