@@ -43,7 +43,7 @@ class Weights:
     words: float = 0.2
 
 
-GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3), (0.0, 0.1, 0.2, 0.4)))
+GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3, 0.4, 0.6, 0.8), (0.0, 0.1, 0.2, 0.4, 0.8, 1.2)))
 
 
 def names_of(query: str, graph: KnowledgeGraph) -> set[str]:
