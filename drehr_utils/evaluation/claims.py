@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,8 @@ from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
 HOLDS, NOT_SHOWN, REVERSED, NOT_TESTABLE = VERDICTS = ("holds", "not shown", "reversed", "not testable here")
+LONGER = "a longer training"  # an untestable claim that lacks it, alone or beside others, says so in these words
+LACKS = (LONGER, "a model, data or people", "both")
 LEDGER, ITEMS = ROOT / "data/claims.csv", ROOT / "data/paper_items.csv"
 STATUS = ("yes", "part", "no")  # of an item
 PAPERS = {"drehr": "DR.EHR", "cliniq": "CliniQ", "kg": "KG retrieval", "capr": "CAPR", "radiology": "Radiology"}
@@ -99,22 +102,36 @@ def holm(p: Sequence[float]) -> np.ndarray:
     return adjusted
 
 
-def needs(what: str) -> Judged:
-    """Not testable here, for want of `what`."""
-    return Judged(NOT_TESTABLE, f"needs {what}")
+def needs(what: str, longer: bool = False) -> Judged:
+    """Not testable here, for want of `what`; `longer`: which a longer training alone would give."""
+    return Judged(NOT_TESTABLE, f"needs {LONGER}: {what}" if longer else f"needs {what}")
 
 
-def at_length(found: Judged, steps: int, enough: int) -> Judged:
-    """`found`, of a training of so many steps; no verdict where they are not `enough` to decide, but what they gave."""
+def lacks(ours: str) -> str:
+    """Which of LACKS an untestable claim needs, by what its `ours` says between "needs" and a semicolon."""
+    said = (re.findall(r"(?:^|; )needs ([^;]*)", ours) or [""])[0]
+    return LACKS[1] if LONGER not in said else LACKS[0] if said.startswith(LONGER) else LACKS[2]
+
+
+def contradicted(ours: str) -> bool:
+    """Whether a part of what was measured for a claim is significantly the other way (numbers "not judged" aside)."""
+    said = ours.partition("not judged")[0]
+    counted = re.findall(r"(\d+) (?:significantly the other way|the opposite)", said)
+    return "(opposite)" in said or any(map(int, counted))
+
+
+def at_length(found: Judged, steps: int, enough: int, of: str = "steps") -> Judged:
+    """`found`, of a training of so many steps (or of what else its length is in); no verdict where they are not
+    `enough` to decide, but what they gave."""
     if steps >= enough:
         return found
-    return Judged(NOT_TESTABLE, f"needs the longer training (profile full); {steps} steps: {found.ours}", found.budget)
+    return Judged(NOT_TESTABLE, f"needs {LONGER}; {steps:,} {of}: {found.ours}", found.budget)
 
 
 def judged(values: Iterable[str], rows: Iterable[str], judge: Callable[[], Judged]) -> Judged:
     """What `judge` says, where all `rows` that it is about are among those of `values`; else which record it needs."""
     missing = [f"`{row}`" for row in rows if row not in values]
-    return needs(f"the record of {', '.join(missing)} under profile full") if missing else judge()
+    return needs(f"the record of {', '.join(missing)} (profile full)", longer=True) if missing else judge()
 
 
 def ledger() -> pd.DataFrame:
@@ -198,10 +215,20 @@ def counts(rows: pd.DataFrame, of: str, order: Sequence[str]) -> pd.DataFrame:
     return pd.concat([table, table.sum().to_frame("all").T]).rename_axis("paper")
 
 
+@cache
+def _headings(path: Path) -> dict[str, str]:
+    """A notebook's headings by their anchors, each as it is written, less a number before it."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {heading.replace(" ", "-"): re.sub(r"^\d+(?: ·|\.)? (?=[A-Za-z])", "", heading) for heading in found}
+
+
 def link(place: str) -> str:
     """An HTML link, for a notebook, to a place: `<file>.py:<name>`, `<file>.ipynb#<heading>` or a file of the tree."""
     path, mark, name = re.fullmatch(r"([^#:]+)([#:]?)(.*)", place).groups()
     target = f"../{path}#{quote(name)}" if mark == "#" else f"../{path}"
     stem = Path(path).stem
-    said = {"#": f"{stem[:2]} {name.replace('-', ' ')}", ":": f"{stem}.{name}", "": Path(path).name}[mark]
+    heading = _headings(ROOT / path).get(name, name) if mark == "#" else ""
+    said = {"#": f"{stem[:2]} {heading}", ":": f"{stem}.{name}", "": Path(path).name}[mark]
     return f'<a href="{target}">{html.escape(said)}</a>'

@@ -67,6 +67,28 @@ def test_a_short_training_gives_numbers_and_no_verdict():
     assert short.ours.startswith("needs") and short.ours.endswith("40 steps: +2.0")
 
 
+def test_what_an_untestable_claim_lacks():
+    longer, other, both = claims.LONGER, *claims.LACKS[1:]
+    assert claims.lacks(claims.at_length(claims.Judged(claims.HOLDS, "+2.0"), 40, 1000, "pairs").ours) == longer
+    assert claims.lacks(claims.needs("the weights of a longer run", longer=True).ours) == longer
+    assert claims.lacks(f"+1.0 [+0.5, +1.5]; needs BERT and {longer}") == both
+    assert claims.lacks(f"needs BERT; of {longer}: +2.0") == claims.lacks("needs BERT") == other
+
+
+@pytest.mark.parametrize(
+    ("ours", "so"),
+    [
+        ("4 of 8 bounds significantly so, 2 significantly the other way; -1.0 to +3.0", True),
+        ("1 of 2 rows significantly so, 0 significantly the other way", False),
+        ("21 of 24 comparisons have the paper's sign, 10 the opposite (a; b)", True),
+        ("MRR +2.4 [+0.5, +4.4] (not significant); MAP +5.5 [+3.9, +7.1] (opposite)", True),
+        ("0 of 2 significantly so, 0 significantly the other way; not judged: 4 significantly the other way", False),
+    ],
+)
+def test_a_claim_with_a_significant_counterexample(ours, so):
+    assert claims.contradicted(ours) == so
+
+
 def test_holm_by_hand():
     # sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04 -> never falling
     assert claims.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])

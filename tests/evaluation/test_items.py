@@ -115,4 +115,6 @@ def test_links_are_of_places():
     assert href == "../notebooks/05_training.ipynb#The-loss-of-the-authors%27-code" and said.startswith("05 The loss")
     assert not is_dead(href, ROOT / "notebooks")
     assert claims.link("drehr_utils/search/bm25.py:BM25") == '<a href="../drehr_utils/search/bm25.py">bm25.BM25</a>'
+    zero = "notebooks/14_radiology_lexicon_sbert.ipynb#2-Hard-sampling-and-mega-batches-(§2.3,-§3.2):-Table-1"
+    assert ">14 Hard sampling and mega-batches (§2.3" in claims.link(zero)  # its hyphens, not its number
     assert claims.link("data/papers.csv").endswith(">papers.csv</a>")
