@@ -332,7 +332,7 @@ _MIMIC = Profile(
         latency_passages=(16, 64, 256, 1024, 2048),
         latency_limit=2048,
     ),
-    radiology=_radiology(TripletConfig(), _MLM, (TripletConfig().learning_rate,)),
+    radiology=_radiology(TripletConfig(dropout=None), _MLM, (TripletConfig().learning_rate,)),
 )
 
 PROFILES = {p.name: p for p in (_OPEN, _FULL, _SMOKE, _MIMIC)}

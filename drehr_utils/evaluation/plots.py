@@ -21,18 +21,19 @@ FIGURES = ROOT / "figures"
 # Okabe and Ito's colours, told apart with any colour vision; yellow comes last, being faint on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 GREY = "#888888"
+BROWN, VIOLET = "#60300C", "#6000C0"  # where the palette has none left; told apart from it with any colour vision
 _SBERT = (  # one system's variants
     "RS/NB(32)", "HS/NB(32)", "HS/MB(64)", "HS/MB(128)", "HS/MB(256)", "HS/MB(512)", "HS/MB(whole fold)",
 )  # fmt: skip
-# A system has one colour in all figures; eight don't go round, so those share one that have little to be compared for.
+# A system has one colour in all figures; there are too few, so those share one that have little to be compared for.
 SYSTEMS = {
     "MiniLM (start)": PALETTE[0], "MiniLM, names read": PALETTE[5], "BM25": PALETTE[6], "BM25 + KG": PALETTE[4],
     "RRF": PALETTE[3], "DR.EHR": PALETTE[1], "DR.EHR (improved)": PALETTE[2], "DR.EHR w/o stage I": PALETTE[3],
     "DR.EHR (equations)": PALETTE[4],
-    "ICD-10 Syn": PALETTE[1], "ICD-10 Graph": PALETTE[4], "HPO Syn": PALETTE[2], "HPO Graph": PALETTE[7],
-    "MeSH Syn": PALETTE[3], "MeSH Graph": PALETTE[5], "Comb": GREY, "Supervised": PALETTE[2],
+    "ICD-10 Syn": PALETTE[1], "ICD-10 Graph": PALETTE[4], "HPO Syn": PALETTE[2], "HPO Graph": BROWN,
+    "MeSH Syn": PALETTE[3], "MeSH Graph": PALETTE[5], "ICD-10 Names": VIOLET, "Comb": GREY, "Supervised": PALETTE[2],
     "Supervised + Comb": PALETTE[3], "TF-IDF": GREY, "CAPR-Bi": PALETTE[2], "CAPR-Bi-shared": PALETTE[5],
-    "CAPR-Poly": PALETTE[4], "CAPR-Cross": PALETTE[1], "CDV": PALETTE[3], "CDV-finetune": PALETTE[7],
+    "CAPR-Poly": PALETTE[4], "CAPR-Cross": PALETTE[1], "CDV": PALETTE[3], "CDV-finetune": BROWN,
     "MiniLM (MLM-tuned)": PALETTE[4], "SBERT (radiology)": PALETTE[2],
 } | {f"SBERT/{kind}": PALETTE[2] for kind in _SBERT}  # fmt: skip
 SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's

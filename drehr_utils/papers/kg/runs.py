@@ -55,7 +55,7 @@ def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
 def digest(profile: Profile, system: str, seed: int) -> str:
     """Of settings and data that a record is made of, whatever code made it."""
     own, name = systems.start_of(profile, system)
-    pairs = [[t.texts, t.mention, t.concept] for t in (systems.trained_on(own, name) if name != "start" else ())]
+    pairs = [[t.texts, t.mention, t.concept] for t in systems.trained_on(own, name)]
     asked = [[t.name, [[m.id, m.text, *sorted(m.concepts)] for m in t.mentions], t.concepts]
              for t in tested(profile, system, seed).values()]  # fmt: skip
     return artifacts.digest(systems.training(own, name, seed), pairs, asked, systems.identity(own, "start"))
@@ -73,11 +73,10 @@ def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -
     own, name = systems.start_of(profile, system)
 
     def values() -> pd.DataFrame:
-        folder, curve = systems.train(own, name, seed, own == profile) if name != "start" else (name, ())
+        folder, curve = systems.train(own, name, seed, own == profile)
         sets = tested(profile, system, seed).items()
         found = [systems.recall(own, t, folder).assign(group=group) for group, t in sets]
-        shown = systems.pairs_shown(own, name) if len(curve) else 0
-        return pd.concat(found, ignore_index=True).assign(steps=len(curve), pairs=shown)
+        return pd.concat(found, ignore_index=True).assign(steps=len(curve), pairs=systems.pairs_shown(own, name))
 
     key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
     VALUES.add(profile, key, values, remake, made_of)

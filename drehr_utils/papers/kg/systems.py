@@ -245,7 +245,9 @@ def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
 
 
 def trained_on(profile: Profile, system: str) -> list[Task]:
-    """The tasks whose losses the system's training sums."""
+    """The tasks whose losses the system's training sums; none for "start"."""
+    if system == "start":
+        return []
     if system in tasks(profile):
         return [tasks(profile)[system][0]]
     primary = supervised_task(profile)[0]
@@ -265,11 +267,14 @@ def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
 def pairs_shown(profile: Profile, system: str) -> int:
     """How many pairs a training of the system is shown, repeats counted."""
     sizes = [len(task) for task in trained_on(profile, system)]
-    return sum(map(len, pair_schedule(sizes, training(profile, system))))
+    return sum(map(len, pair_schedule(sizes, training(profile, system)))) if sizes else 0
 
 
-def train(profile: Profile, system: str, seed: int = 0, measured: bool = True) -> tuple[Path, pd.DataFrame]:
-    """`trained` of a system, by its name; one with a task of its own is `measured` on its dev mentions on the way."""
+def train(profile: Profile, system: str, seed: int = 0, measured: bool = True) -> tuple[str | Path, pd.DataFrame]:
+    """`trained` of a system, by its name; one with a task of its own is `measured` on its dev mentions on the way.
+    "start" stays as it is: no step."""
+    if system == "start":
+        return system, pd.DataFrame()
     own = [own_test(profile, system)] if measured and system in tasks(profile) else []
     curve = [trainer.Curve(CURVE_STEPS, lambda encoder, t=t: means(encoder_recall(encoder, t))) for t in own]
     return trained(profile, trained_on(profile, system), training(profile, system, seed), curve)
