@@ -36,8 +36,8 @@ from drehr_utils.search import embedding_api
 from drehr_utils.search.dense import SIMILARITIES, dense_scores, unit_length
 from drehr_utils.training.encoders import CHUNK_TOKENS, identity, load_encoder
 
-# What instruction-tuned retrievers are told; the wording is ours, the templates are the models'.
-TASK = "Given a medical entity, retrieve the passages of patients' records that are relevant to it"
+# What instruction-tuned retrievers are told, as in the authors' public code; the templates are the models'.
+TASK = "Given the medical entity, retrieve relevant paragraphs of patients' medical records"
 INSTRUCT = f"Instruct: {TASK}\nQuery: "
 
 
@@ -103,11 +103,7 @@ REGISTRY = {
         ),
         # DR.EHR's released weights: pooling and instruction as in the training code of github.com/zhao-zy15/DR.EHR.
         RetrieverSpec("DR.EHR-small", "THUMedInfo/DR.EHR-small", pooling="cls"),
-        replace(
-            _NV_EMBED, name="DR.EHR-large", model="THUMedInfo/DR.EHR-large",
-            query_prefix="Instruct: Given the medical entity, "
-            "retrieve relevant paragraphs of patients' medical records\nQuery: ",
-        ),
+        replace(_NV_EMBED, name="DR.EHR-large", model="THUMedInfo/DR.EHR-large"),
         RetrieverSpec(  # as its card has it: no space after the query's colon; the tokenizer ends each text by itself
             "Qwen3-Embedding-0.6B", "Qwen/Qwen3-Embedding-0.6B", pooling="lasttoken",
             query_prefix=f"Instruct: {TASK}\nQuery:", padding_side="left",

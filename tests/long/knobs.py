@@ -195,7 +195,7 @@ def is_own(table: str) -> bool:
 def rows() -> list[list[str]]:
     """Of 00's table: notebook, fields, what a change reruns, minutes, tables."""
     cells = ("".join(cell["source"]) for cell in json.loads(NOTEBOOKS["00"].read_text())["cells"])
-    section = next(source for source in cells if source.startswith("## What a change reruns"))
+    section = next(source for source in cells if re.match("#+ What a change reruns\n", source))
     return [row.split(" | ") for row in re.findall(r"^\| (\d\d.*) \|$", section, re.MULTILINE)]
 
 

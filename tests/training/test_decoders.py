@@ -163,6 +163,7 @@ def test_the_large_profile_is_table_3s():
         config = getattr(large.published, stage)
         assert (config.positives_per_chunk, config.batch_size, config.epochs) == values
         assert (config.learning_rate, config.warmup_ratio) == (1e-4, 0.1)  # §4.2
+        assert config.gather_negatives  # as in the authors' modeling_nv.py
     assert large.protected and large.notes == small.notes and large.instruction == INSTRUCT
     assert (large.pooling, large.lora, large.gradient_checkpointing, large.processes) == ("lasttoken", True, True, 8)
     assert json.loads(large.deepspeed.read_text())["zero_optimization"]["stage"] == 2
