@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-from ahocorasick_rs import AhoCorasick, MatchKind
 
 from drehr_utils.config import CliniqSizes
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, refuse, tab_rows
@@ -21,6 +21,7 @@ from drehr_utils.errors import DataError
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
+from drehr_utils.search.hybrid import count_names
 
 NOT_RELEVANT = "not relevant"
 SEMANTIC_TYPES = tuple(kind for kind in MATCH_TYPES if kind != "string")
@@ -36,16 +37,9 @@ def string_matches(queries: dict[str, str], corpus: dict[str, str]) -> set[Pair]
     """Every (query, chunk) where the query's text stands in the chunk, no letter or digit before or after it.
 
     Both are lower case already. Over all queries and chunks, whoever's patient they are (CliniQ §3.3)."""
-    ids = [query_id for query_id, text in queries.items() if text]
-    texts = [queries[query_id] for query_id in ids]
-    automaton = AhoCorasick(texts, matchkind=MatchKind.Standard)
-    found = set()
-    for chunk_id, chunk in corpus.items():
-        for index, start, end in automaton.find_matches_as_indexes(chunk, overlapping=True):
-            inside = (start and chunk[start - 1].isalnum()) or (end < len(chunk) and chunk[end].isalnum())
-            if not inside:
-                found.add((ids[index], chunk_id))
-    return found
+    ids, chunk_ids = [query_id for query_id, text in queries.items() if text], list(corpus)
+    counts = count_names([[queries[query_id]] for query_id in ids], list(corpus.values()))
+    return {(ids[query], chunk_ids[chunk]) for query, chunk in np.argwhere(counts).tolist()}
 
 
 def own_pairs(benchmark: Benchmark) -> list[Pair]:
