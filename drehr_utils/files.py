@@ -217,6 +217,33 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
             raise DataError(f"{where}, after row {row}: not a readable CSV table ({error})") from None
 
 
+def refuse(where: str, row: int, wrong: dict[str, bool]) -> None:
+    """Raises DataError with the first of the sentences about a file's row that is true."""
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise DataError(f"{where}, row {row}, {what}")
+
+
+def tab_rows(
+    path: Path, columns: Iterable[str], hint: str = HINT, filled: Iterable[str] = ()
+) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Row number, short file name and cells, stripped, of each line of a tab-separated table whose header has
+    `columns`; a quotation mark is a character like any other.
+
+    Raises DataError for a missing file or column, bytes that are not UTF-8, a line with fewer or more cells, and an
+    empty cell in a column of `filled`."""
+    where, lines, has = short_name(path), read_text_lines(path, hint), ", ".join(columns)
+    header = [cell.strip() for cell in next(lines, (1, ""))[1].split("\t")]
+    refuse(where, 1, {f"field {c}: missing column; the header is {has}": c not in header for c in columns})
+    for row, line in lines:
+        cells = [cell.strip() for cell in line.split("\t")]
+        if line and len(cells) != len(header):
+            raise DataError(f"{where}, row {row}: {len(cells)} fields, the header has {len(header)}; separate by tabs")
+        if line:
+            found = dict(zip(header, cells, strict=True))
+            refuse(where, row, {f"field {name}: empty; fill it": not found[name] for name in filled})
+            yield row, where, found
+
+
 # --- what is written -------------------------------------------------------------------------------------------------
 
 

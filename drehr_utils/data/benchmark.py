@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from drehr_utils.errors import DataError
-from drehr_utils.files import read_json_lines, read_text_lines, short_name
+from drehr_utils.files import read_json_lines, refuse, short_name, tab_rows
 from drehr_utils.profiles import Profile
 
 MATCH_TYPES = ("string", "synonym", "abbreviation", "hyponym", "implication")
@@ -127,29 +126,6 @@ def subset(benchmark: Benchmark, n_patients: int) -> Benchmark:
         qrels={q: {chunk_id: benchmark.qrels[q][chunk_id] for chunk_id in kept} for q, kept in match_types.items()},
         match_types=match_types,
     )
-
-
-def refuse(where: str, row: int, wrong: dict[str, bool]) -> None:
-    """Raises DataError with the first of the sentences about a file's row that is true."""
-    for what in (what for what, is_so in wrong.items() if is_so):
-        raise DataError(f"{where}, row {row}, {what}")
-
-
-def tab_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Row number, short file name and cells of each line of a tab-separated table whose header has `columns`.
-
-    Raises DataError for a missing file or column, bytes that are not UTF-8, and a line with fewer or more cells."""
-    where, lines = short_name(path), read_text_lines(path)
-    header = next(lines, (1, ""))[1].split("\t")
-    refuse(
-        where, 1, {f"field {c}: missing column; the header is {', '.join(columns)}": c not in header for c in columns}
-    )
-    for row, line in lines:
-        cells = line.split("\t")
-        if line and len(cells) != len(header):
-            raise DataError(f"{where}, row {row}: {len(cells)} fields, the header has {len(header)}; separate by tabs")
-        if line:
-            yield row, where, dict(zip(header, cells, strict=True))
 
 
 def _read_patients(path: Path, benchmark: Benchmark) -> None:

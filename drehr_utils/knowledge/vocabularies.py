@@ -17,8 +17,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from drehr_utils import artifacts
-from drehr_utils.data.benchmark import refuse, tab_rows
 from drehr_utils.errors import DataError
+from drehr_utils.files import tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_term, save_bios
 
 VOCABULARY_PACKAGES = (
@@ -182,14 +182,6 @@ def _common_words(count: int = 3000) -> set[str]:
     return set([word for word in lines if len(word) > 1 and word.isascii() and word.isalpha()][:count])
 
 
-def _read_open(path: Path) -> list[dict[str, str]]:
-    rows = []
-    for number, where, row in tab_rows(path, OPEN_COLUMNS):
-        refuse(where, number, {f"field {name}: empty; fill it": not row[name].strip() for name in OPEN_COLUMNS[:2]})
-        rows.append(row)
-    return rows
-
-
 def _items(cell: str) -> list[str]:
     return [normalize_term(item) for item in cell.split(";") if item.strip()]
 
@@ -288,7 +280,8 @@ def build_open_kg(open_kg_path: Path | None) -> KnowledgeGraph:
     abbreviations are ambiguous. Each relation is there the other way round as well. Deterministic.
     Raises DataError for a malformed file or a missing package.
     """
-    rows = _read_open(Path(open_kg_path)) if open_kg_path else []
+    lines = tab_rows(Path(open_kg_path), OPEN_COLUMNS, filled=OPEN_COLUMNS[:2]) if open_kg_path else ()
+    rows = [row for _, _, row in lines]
     columns = [column for column in OPEN_COLUMNS if column != "type"]
     builder = _Builder({term for row in rows for column in columns for term in _items(row[column])})
     kg, broader, own = builder.kg, defaultdict(list), []

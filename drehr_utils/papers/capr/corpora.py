@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 
 from drehr_utils.data.notes import clean
-from drehr_utils.data.tsv import read_tsv
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, records
 from drehr_utils.evaluation.medquad import MedQuad
+from drehr_utils.files import tab_rows
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import Passage, query_text
 from drehr_utils.papers.capr.systems import Task
@@ -36,10 +36,11 @@ def load_exported(folder: Path, name: str) -> Task:
     """An exported test set: `<name>_docs.tsv`, a sentence a line, and `<name>_queries.tsv`, a candidate a line.
 
     A query is "entity ; aspect", as MedQuAD's. One with fewer candidates than another has an answer of its own again in
-    the places left, which moves no other's rank. Raises DataError (file, row, field) as read_tsv, for a candidate that
+    the places left, which moves no other's rank. Raises DataError (file, row, field) as tab_rows, for a candidate that
     isn't among the passages and for a query without an answer."""
     documents, spans = defaultdict(list), {}
-    for number, (document, passage, text) in read_tsv(Path(folder) / f"{name}_docs.tsv", DOCS, HINT, ("text",)):
+    for number, _, row in tab_rows(Path(folder) / f"{name}_docs.tsv", (*DOCS, "text"), HINT, DOCS):
+        document, passage, text = (row[column] for column in (*DOCS, "text"))
         sentences = documents[document]
         place = spans.setdefault(passage, [document, len(sentences), len(sentences)])
         if place[0] != document or place[2] != len(sentences):
@@ -51,8 +52,8 @@ def load_exported(folder: Path, name: str) -> Task:
     at = {passage.id: place for place, passage in enumerate(pool)}
 
     data, asked = MedQuad({}, {}, {passage.id: passage.text for passage in pool}, {}), defaultdict(list)
-    for number, row in read_tsv(Path(folder) / f"{name}_queries.tsv", QUERIES, HINT):
-        query, relevance, passage, entity, aspect = row
+    for number, _, row in tab_rows(Path(folder) / f"{name}_queries.tsv", QUERIES, HINT, QUERIES):
+        query, relevance, passage, entity, aspect = (row[column] for column in QUERIES)
         if passage not in at:
             raise DataError(f"{name}_queries.tsv, row {number}, field p_id: {passage} is no passage of {name}_docs.tsv")
         data.queries[query], data.aspects[query] = query_text(clean(entity), aspect), aspect

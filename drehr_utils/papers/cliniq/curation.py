@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from drehr_utils.data.benchmark import refuse
 from drehr_utils.data.notes import find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8, naming
+from drehr_utils.files import is_utf8, naming, refuse
 from drehr_utils.llm.prompts import PROMPTS, Request
 from drehr_utils.llm.servers import Server
 from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, refuse, tab_rows
+from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.metrics import Ranking
+from drehr_utils.files import refuse, tab_rows
 from drehr_utils.papers.cliniq.judging import Pair
 
 COLUMNS = ["query-id", "corpus-id", "judge_a", "judge_b", "decided"]

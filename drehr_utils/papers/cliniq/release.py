@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drehr_utils.config import Resampling
-from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, refuse
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
@@ -46,6 +46,7 @@ from drehr_utils.files import (
     naming,
     read_json_lines,
     read_text_lines,
+    refuse,
     write_atomically,
 )
 from drehr_utils.papers.cliniq.construction import save_benchmark, with_judgments

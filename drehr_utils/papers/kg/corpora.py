@@ -19,10 +19,9 @@ from pathlib import Path
 import pandas as pd
 
 from drehr_utils.data.public_data import RemoteFile, download
-from drehr_utils.data.tsv import read_tsv
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import records
-from drehr_utils.files import read_text_lines
+from drehr_utils.files import read_text_lines, tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg import systems
 from drehr_utils.papers.kg.linking import Mention, TestSet, read_ncbi
@@ -75,8 +74,9 @@ def load_cometa(folder: Path, graph: KnowledgeGraph) -> list[TestSet]:
     Raises DataError (file, row, field) for a missing file or column, a row that is cut short and an empty field."""
 
     def rows(split: str, identifier: str) -> Iterator[tuple[str, str, str]]:
-        hint = "COMETA is had by request: https://siphs.org/corpus"
-        return (cells for _, cells in read_tsv(Path(folder) / split / "test.csv", ("ID", "Term", identifier), hint))
+        hint, columns = "COMETA is had by request: https://siphs.org/corpus", ("ID", "Term", identifier)
+        for _, _, cells in tab_rows(Path(folder) / split / "test.csv", columns, hint, columns):
+            yield tuple(cells[column] for column in columns)
 
     return [_test_set(name, "SNOMED", graph, rows(*split)) for name, split in COMETA_SPLITS.items()]
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from drehr_utils.errors import DataError
-from drehr_utils.files import read_text_lines
+from drehr_utils.files import refuse, tab_rows
 from drehr_utils.papers.radiology.reports import OPEN_CXR
 from drehr_utils.search.bm25 import words
 
@@ -28,21 +27,12 @@ class Finding:
 
 def read_lexicon(path: Path = OPEN_CXR / "finding_lexicon.tsv.gz") -> list[Finding]:
     """The findings in the file's order. Raises DataError, naming file, row and field, where a line isn't one."""
-    rows = [line.split("\t") for _, line in read_text_lines(path)]
-    if not rows or rows[0] != ["finding", "type", "variants"]:
-        raise DataError(f"{path.name}, row 1: not the header finding, type, variants; restore it")
     findings: dict[str, Finding] = {}
-    for number, row in enumerate(rows[1:], start=2):
-        where = f"{path.name}, row {number}, field"
-        if len(row) != 3 or not row[0].strip():
-            raise DataError(f"{where} finding: three tab-separated fields are needed")
-        name, _, variants = (cell.strip() for cell in row)
-        if name in findings:
-            raise DataError(f"{where} finding: {name!r} is there twice; keep one")
-        phrases = [part.strip().lower() for part in (name, *variants.split(";")) if part.strip()]
-        if wordless := [phrase for phrase in phrases if not words(phrase)]:
-            field = "variants" if words(name) else "finding"
-            raise DataError(f"{where} {field}: {wordless[0]!r} has no word; remove it, or write what it stands for")
+    for number, where, row in tab_rows(path, ("finding", "type", "variants"), filled=["finding"]):
+        name, field = row["finding"], "variants" if words(row["finding"]) else "finding"
+        phrases = [part.strip().lower() for part in (name, *row["variants"].split(";")) if part.strip()]
+        wrong = {f"field {field}: {p!r} has no word; remove it, or write what it means": not words(p) for p in phrases}
+        refuse(where, number, {f"field finding: {name!r} is there twice; keep one": name in findings} | wrong)
         findings[name] = Finding(name, tuple(dict.fromkeys(phrases)))
     return list(findings.values())
 
