@@ -11,8 +11,7 @@ import pandas as pd
 from drehr_utils import pipeline
 from drehr_utils.config import START, Resampling
 from drehr_utils.data.benchmark import Benchmark
-from drehr_utils.evaluation import claims, tables
-from drehr_utils.evaluation.intervals import bootstrap, paired_randomization_test, percentile_interval
+from drehr_utils.evaluation import claims, intervals, tables
 from drehr_utils.evaluation.metrics import MULTI_METRICS, SINGLE_METRICS, Scores, means, of_group
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.profiles import Profile
@@ -84,21 +83,13 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
     `a` and `b` are evaluation's per-search frames. A draw is the same for both, so they may hold different searches
     (two match types); p, of the paired randomization test, is then NaN.
     """
-    keys = ["search_id", "query_id", "patient"]
-    a, b = (frame[frame["metric"] == metric].set_index(keys)["value"] for frame in (a, b))
+    a, b = (frame[frame["metric"] == metric].sort_values("search_id") for frame in (a, b))
     if a.empty or b.empty:
         return dict.fromkeys(("ours", "low", "high", "p"), np.nan)
-    both = pd.concat([a, b], axis=1, keys=["a", "b"]).sort_index()
-    queries, patients = (both.index.get_level_values(key) for key in keys[1:])
-    parts = np.column_stack([both["a"].fillna(0), both["a"].notna(), both["b"].fillna(0), both["b"].notna()])
-
-    def gap(sums: np.ndarray) -> np.ndarray:
-        return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
-
-    low, high = map(float, percentile_interval(bootstrap(parts, gap, resampling, queries, patients)))
-    found = {"ours": float(a.mean() - b.mean()), "low": low, "high": high, "p": np.nan}
-    if both.notna().all(axis=None) and not np.isnan(low):
-        found["p"] = float(paired_randomization_test(both["a"], both["b"], resampling, queries, patients))
+    found = intervals.contrast(a, b, resampling) | {"p": np.nan}
+    if a["search_id"].tolist() == b["search_id"].tolist() and not np.isnan(found["low"]):
+        clusters = a["query_id"], a["patient"]
+        found["p"] = float(intervals.paired_randomization_test(a["value"], b["value"], resampling, *clusters))
     return found
 
 

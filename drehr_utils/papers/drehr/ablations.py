@@ -15,6 +15,7 @@ from drehr_utils import pipeline
 from drehr_utils.config import Recipe, Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES
 from drehr_utils.evaluation import intervals, metrics
+from drehr_utils.evaluation.intervals import contrast as contrast
 from drehr_utils.profiles import Profile
 from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
 
@@ -113,22 +114,3 @@ def gained(values: pd.DataFrame, start: pd.DataFrame) -> pd.DataFrame:
     """A metrics.of_group frame's values less another's of the same searches; the mean over trainings on either side."""
     ours, theirs = (f.groupby(["search_id", "query_id", "patient"])["value"].mean() for f in (values, start))
     return (ours - theirs).reset_index()
-
-
-def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> dict[str, float]:
-    """The mean of one group of searches (a match type's) less that of another, as a row for claims.judge.
-
-    The groups hold different searches, so no paired test fits: interval and p draw the patients and queries of both at
-    once. p is two-sided, twice the share of draws at or beyond 0, one draw counted more (0.002 at least of 1,000)."""
-    both, mine = pd.concat([one, other]), np.repeat([1, 0], [len(one), len(other)])
-    value = both["value"].to_numpy()
-    parts = np.column_stack([value * mine, mine, value * (1 - mine), 1 - mine])
-
-    draws = intervals.bootstrap(
-        parts, lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3], resampling,
-        both["query_id"], both["patient"],
-    )  # fmt: skip
-    low, high = intervals.percentile_interval(draws)
-    beyond = min((draws <= 0).sum(), (draws >= 0).sum())
-    p = np.nan if np.isnan(draws).all() else min(1.0, 2 * (beyond + 1) / (len(draws) + 1))
-    return {"ours": one["value"].mean() - other["value"].mean(), "low": low, "high": high, "p": p}

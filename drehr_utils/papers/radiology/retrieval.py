@@ -57,19 +57,16 @@ def negative_less_positive(values: pd.DataFrame, resampling: Resampling) -> pd.D
 
     `values` of one metric, of a system or of what it gains on another. The interval draws findings, with both queries
     that one may have; p is the permutation test's, of which queries are the negative ones."""
-    value = values.groupby("query_id")["value"].mean()
-    negative = value.index.map(is_negative).to_numpy()
-    parts = np.column_stack([value * negative, negative, value * ~negative, ~negative])
-    finding = value.index.str.removeprefix("no ").to_numpy()
-    draws = intervals.bootstrap(parts, lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], resampling, finding)
-    low, high = intervals.percentile_interval(draws)
+    mean = values.groupby("query_id", as_index=False)["value"].mean()
+    negative, finding = mean["query_id"].map(is_negative), mean["query_id"].str.removeprefix("no ")
+    groups = [mean.assign(query_id=finding)[part] for part in (negative, ~negative)]
     test = scipy.stats.permutation_test(
-        (value[negative], value[~negative]),
+        [group["value"] for group in groups],
         lambda a, b, axis: a.mean(axis=axis) - b.mean(axis=axis),
         n_resamples=resampling.randomizations,
         rng=resampling.seed,
     )
-    return pd.DataFrame({"ours": [test.statistic], "low": low, "high": high, "p": test.pvalue})
+    return pd.DataFrame([intervals.contrast(*groups, resampling) | {"p": test.pvalue}])
 
 
 # --- systems -----------------------------------------------------------------------------------------------------
