@@ -256,7 +256,7 @@ def link(name: Path, folder: Path) -> None:
 def benchmark(profile: Profile, split: str) -> Benchmark:
     """The benchmark's split, cut to the profile's number of patients."""
     loaded = load_benchmark(benchmark_folder(profile), split)
-    return subset(loaded, profile.max_eval_patients) if profile.max_eval_patients else loaded
+    return subset(loaded, loaded.patients[: profile.max_eval_patients]) if profile.max_eval_patients else loaded
 
 
 def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False, bf16: bool = False) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,24 +109,18 @@ def single_patient_tasks(benchmark: Benchmark, match_type: str | None = None) ->
     return tasks
 
 
-def subset(benchmark: Benchmark, n_patients: int) -> Benchmark:
-    """The benchmark of the first `n_patients` patients: their chunks, their queries, the judgments between them."""
-    patients = benchmark.patients[:n_patients]
+def subset(benchmark: Benchmark, patients: list[Patient], asked: Iterable[str] | None = None) -> Benchmark:
+    """The benchmark of some patients: their chunks, the queries `asked` (default: theirs), the judgments between."""
     chunks = {chunk_id for patient in patients for chunk_id in patient.chunk_ids}
-    asked = {query_id for patient in patients for query_id in patient.query_ids}
-    match_types = {
-        query_id: kept
-        for query_id, judged in benchmark.match_types.items()
-        if query_id in asked and (kept := {chunk_id: kind for chunk_id, kind in judged.items() if chunk_id in chunks})
-    }
-    return Benchmark(
-        corpus={key: text for key, text in benchmark.corpus.items() if key in chunks},
-        queries={key: text for key, text in benchmark.queries.items() if key in asked},
-        query_types={key: kind for key, kind in benchmark.query_types.items() if key in asked},
-        patients=patients,
-        qrels={q: {chunk_id: benchmark.qrels[q][chunk_id] for chunk_id in kept} for q, kept in match_types.items()},
-        match_types=match_types,
-    )
+    asked = {query_id for patient in patients for query_id in patient.query_ids} if asked is None else set(asked)
+
+    def cut(judged: dict[str, dict]) -> dict[str, dict]:
+        kept = {q: {c: found for c, found in of.items() if c in chunks} for q, of in judged.items() if q in asked}
+        return {query_id: of for query_id, of in kept.items() if of}
+
+    queries, kinds = ({q: of[q] for q in of if q in asked} for of in (benchmark.queries, benchmark.query_types))
+    corpus = {chunk_id: text for chunk_id, text in benchmark.corpus.items() if chunk_id in chunks}
+    return Benchmark(corpus, queries, kinds, patients, cut(benchmark.qrels), cut(benchmark.match_types))
 
 
 def _read_patients(path: Path, benchmark: Benchmark) -> None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drehr_utils.config import Resampling
-from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient
+from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, subset
 from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
 from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
@@ -197,24 +197,11 @@ def divide(benchmark: Benchmark, dev_share: float = DEV_SHARE) -> dict[str, Benc
     dev = set(ids[: max(1, round(dev_share * len(ids)))]) if dev_share else set()
     if not dev:
         return {"test": benchmark}
-    parts = {}
-    for split in ("dev", "test"):
-        patients = [p for p in benchmark.patients if ((p.subject_id or p.hadm_id) in dev) == (split == "dev")]
-        chunks = {chunk_id for patient in patients for chunk_id in patient.chunk_ids}
-        judged = {
-            query_id: kept
-            for query_id, kinds in benchmark.match_types.items()
-            if (kept := {chunk_id: kind for chunk_id, kind in kinds.items() if chunk_id in chunks})
-        }
-        parts[split] = Benchmark(
-            {chunk_id: text for chunk_id, text in benchmark.corpus.items() if chunk_id in chunks},
-            {query_id: text for query_id, text in benchmark.queries.items() if query_id in judged},
-            {query_id: kind for query_id, kind in benchmark.query_types.items() if query_id in judged},
-            patients,
-            {query_id: dict.fromkeys(kinds, 1) for query_id, kinds in judged.items()},
-            judged,
-        )
-    return parts
+    parts = {"dev": [], "test": []}
+    for patient in benchmark.patients:
+        parts["dev" if (patient.subject_id or patient.hadm_id) in dev else "test"].append(patient)
+    whole = {split: subset(benchmark, patients, benchmark.queries) for split, patients in parts.items()}
+    return {split: subset(part, part.patients, part.qrels) for split, part in whole.items()}
 
 
 def join_release(
