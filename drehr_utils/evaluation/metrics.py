@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import ir_measures
@@ -101,24 +100,18 @@ def means(values: pd.DataFrame) -> pd.Series:
     return values.groupby("metric", sort=False)["value"].mean()
 
 
-@dataclass(frozen=True)
-class Hubness:
-    """How unevenly chunks come first: a hub chunk that tops most queries ruins Multi-Patient Retrieval."""
+def hubness(scores: np.ndarray, k: int = 10) -> pd.Series:
+    """How unevenly chunks come first: a hub chunk that tops most queries ruins Multi-Patient Retrieval.
 
-    top1_share: float  # share of queries, 0..1, whose first chunk is the most frequent first chunk
-    distinct_top1: int
-    skewness: float  # of N_10, how often a chunk is among a query's first ten (Radovanović et al., 2010)
-
-
-def hubness(scores: np.ndarray, k: int = 10) -> Hubness:
-    """Hubness of a score matrix [queries, chunks]; equal scores are ordered by position here, ids being unknown."""
-    scores = np.asarray(scores)
+    `top1_share` of the queries, 0..1, have the most frequent first chunk; `distinct_top1` chunks come first; `skewness`
+    of N_10, how often a chunk is among a query's first ten (Radovanović et al., 2010). Equal scores of the matrix
+    [queries, chunks] are ordered by position here, ids being unknown."""
     chunks, k = scores.shape[1], min(k, scores.shape[1])
     first = np.bincount(scores.argmax(axis=1), minlength=chunks)
-    best = np.argpartition(-scores, k - 1, axis=1)[:, :k]
-    occurrences = np.bincount(best.ravel(), minlength=chunks)
-    skewness = float(scipy.stats.skew(occurrences)) if occurrences.std() > 0 else 0.0
-    return Hubness(float(first.max() / len(scores)), int((first > 0).sum()), skewness)
+    occurrences = np.bincount(np.argpartition(-scores, k - 1, axis=1)[:, :k].ravel(), minlength=chunks)
+    skewness = scipy.stats.skew(occurrences) if occurrences.std() > 0 else 0.0
+    found = {"top1_share": first.max() / len(scores), "distinct_top1": (first > 0).sum(), "skewness": skewness}
+    return pd.Series(found, dtype=object)
 
 
 def _frame(benchmark: Benchmark, metrics: dict, ranked: Iterator[Ranking]) -> pd.DataFrame:
