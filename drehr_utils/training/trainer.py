@@ -149,13 +149,27 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
     differ from these, have warmup_steps. `save_steps` 0: no checkpoints."""
     if "warmup_steps" not in settings:
         settings["warmup_steps"] = round(config.warmup_ratio * steps)
-    fixed = dict(  # of checkpoints the one before goes when the next is whole; an encoder's buffers are constants
-        output_dir=str(output), max_steps=steps, per_device_train_batch_size=config.batch_size,
-        learning_rate=config.learning_rate, lr_scheduler_type="linear", optim="adamw_torch_fused", bf16=has_fast_bf16(),
-        use_cpu=not torch.cuda.is_available(), seed=config.seed, data_seed=config.seed, logging_steps=1,
-        save_steps=save_steps or steps, save_total_limit=1, save_strategy="steps" if save_steps else "no", report_to=[],
-        remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False, ddp_broadcast_buffers=False,
-    )  # fmt: skip
+    fixed = dict(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="linear",
+        optim="adamw_torch_fused",
+        bf16=has_fast_bf16(),
+        use_cpu=not torch.cuda.is_available(),
+        seed=config.seed,
+        data_seed=config.seed,
+        logging_steps=1,
+        save_steps=save_steps or steps,
+        save_total_limit=1,  # the one before goes when the next is whole
+        save_strategy="steps" if save_steps else "no",
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        ddp_broadcast_buffers=False,  # an encoder's are constants
+    )
     return TrainingArguments(**(fixed | settings))
 
 

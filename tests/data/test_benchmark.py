@@ -69,7 +69,7 @@ def test_other_match_types_leave_the_pool(toy):
 
 
 def test_subset_keeps_one_patient_whole(toy):
-    part = subset(toy, 1)
+    part = subset(toy, toy.patients[:1])
     assert list(part.corpus) == ["A_0", "A_1", "A_2", "A_3"] and list(part.queries) == ["q1", "q3"]
     assert part.qrels == {"q1": {"A_0": 1, "A_2": 1}}  # q2's string match in A: not asked for this patient
     assert part.match_types == {"q1": {"A_0": "string", "A_2": "synonym"}}

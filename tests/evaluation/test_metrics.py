@@ -106,7 +106,7 @@ def test_equals_sentence_transformers_evaluator(dev):
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    part = subset(dev, 4)
+    part = subset(dev, dev.patients[:4])
     found = sorted({word for text in [*part.corpus.values(), *part.queries.values()] for word in text.split()})
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(found)}, unk_token=found[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

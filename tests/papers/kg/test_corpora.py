@@ -97,8 +97,8 @@ def test_cometa_has_its_four_splits(snomed, tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (("0", " ", DYSPNEA, "l", FINDING, "l", "e"), "stratified_general/test.csv, row 2, field Term: empty"),
-        (("0", "t", DYSPNEA), "stratified_specific/test.csv, row 2, field Specific SNOMED ID: empty or cut short"),
+        (("0", " ", DYSPNEA, "l", FINDING, "l", "e"), "stratified_general/test.csv, row 2, field Term: empty; fill it"),
+        (("0", "t", DYSPNEA), "stratified_general/test.csv, row 2: 3 fields, the header has 7"),
     ],
 )
 def test_cometa_malformed(snomed, tmp_path, row, said):

@@ -56,8 +56,8 @@ def test_longest_common_subfix_equals_exhaustive_search():
 def test_a_bad_lexicon_names_row_and_field(tmp_path):
     path = tmp_path / "lexicon.tsv.gz"
     for text, message in (
-        ("finding\tvariants\n", "row 1: not the header"),
-        ("finding\ttype\tvariants\na\tb\n", "row 2, field finding: three"),
+        ("finding\tvariants\n", "row 1, field type: missing column"),
+        ("finding\ttype\tvariants\na\tb\n", "row 2: 2 fields, the header has 3"),
         ("finding\ttype\tvariants\na\tb\tc\na\tb\tc\n", "row 3, field finding: 'a' is there twice"),
         ("finding\ttype\tvariants\na\tb\tc\n?\tb\tc\n", "row 3, field finding: '\\?' has no word"),
         ("finding\ttype\tvariants\na\tb\tc; --; d\n", "row 2, field variants: '--' has no word"),
