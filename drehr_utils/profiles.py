@@ -301,7 +301,7 @@ _MIMIC = Profile(
         ),
     ),
     kg=KgSizes(
-        PairConfig(max_steps=100_000),
+        PairConfig(max_steps=100_000, dropout=None),
         mended=False,
         encoder="bert-base-uncased",
         pooling="mean",
