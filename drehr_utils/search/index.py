@@ -164,8 +164,9 @@ class NoteIndex:
             known = self.notes()
             digests = {note.note_id: _digest(note) for note in notes}
             if len(digests) < len(notes):
-                twice = next(i for i, n in Counter(note.note_id for note in notes).items() if n > 1)
-                raise DataError(f"notes: {twice} comes twice; note ids must be unique")
+                at = {note.note_id: place for place, note in enumerate(notes, 1)}  # the last of each id
+                place = next(place for place, note in enumerate(notes, 1) if at[note.note_id] != place)
+                raise DataError(f"notes: number {place} has an id that comes again; note ids must be unique")
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = [note_id for note_id in known if note_id not in digests]
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():

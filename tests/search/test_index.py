@@ -305,7 +305,7 @@ def test_a_query_that_cannot_be_encoded_is_not_the_indexs_fault(index, monkeypat
 
 def test_a_note_that_comes_twice_is_named_and_nothing_added(hybrid, tmp_path):
     made = NoteIndex.create(tmp_path / "index", hybrid)
-    with pytest.raises(DataError, match="notes: n1 comes twice; note ids must be unique"):
+    with pytest.raises(DataError, match="notes: number 1 has an id that comes again; note ids must be unique"):
         made.update([note(1, "cough"), note(2, "fever"), note(1, "cough")])
     assert made.table.count_rows() == 0
 
