@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -224,7 +224,7 @@ def refuse(where: str, row: int, wrong: dict[str, bool]) -> None:
 
 
 def tab_rows(
-    path: Path, columns: Iterable[str], hint: str = HINT, filled: Iterable[str] = ()
+    path: Path, columns: Sequence[str], hint: str = HINT, filled: Sequence[str] = ()
 ) -> Iterator[tuple[int, str, dict[str, str]]]:
     """Row number, short file name and cells, stripped, of each line of a tab-separated table whose header has
     `columns`; a quotation mark is a character like any other.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from drehr_utils.config import (
     MINILM,
@@ -32,6 +32,7 @@ from drehr_utils.config import (
 )
 from drehr_utils.errors import DataError
 from drehr_utils.files import keep_private, naming, project_root
+from drehr_utils.overrides import changed
 
 ROOT = project_root()
 
@@ -367,11 +368,15 @@ def load_profile(name: str | Path | None = None) -> Profile:
     for variable, place in VARIABLES.items():
         if given := os.environ.get(variable):
             *tables, key = place.split(".")
-            number = key == "workers" and given.isdecimal()
-            change: Any = {key: _SAID[given] if key == "lora" and given in _SAID else int(given) if number else given}
+            old = attrgetter(place)(profile)
+            if isinstance(old, bool):
+                given = _SAID.get(given, given)
+            elif isinstance(old, int) and given.isdecimal():
+                given = int(given)
+            change: Any = {key: given}
             for table in tables:
                 change = {table: change}
-            profile = _changed(profile, change, f"variable {variable}", Path())
+            profile = changed(profile, change, f"variable {variable}", Path())
     keep_private(profile.cache)
     return profile
 
@@ -406,48 +411,4 @@ def _from_toml(path: Path) -> Profile:
             f"{path.name}, field {ours}: a profile of one's own needs a name of "
             "letters, digits and -, not one of ours, and leaves the committed results alone"
         )
-    return _changed(PROFILES[base], own, path.name, path.absolute().parent)
-
-
-def _changed(owner: Any, given: Mapping[str, Any], where: str, folder: Path, at: str = "") -> Any:
-    """`owner`, a dataclass, with `given` in its fields. Raises DataError for a key or type that doesn't fit."""
-    hints = get_type_hints(type(owner))
-    changes = {}
-    for key, value in given.items():
-        if key not in hints:
-            known = ", ".join(f.name for f in fields(owner))
-            raise DataError(f"{where}, field {at}{key}: no such field; there are {known}")
-        changes[key] = _typed(
-            value, hints[key], getattr(owner, key), f"{where}, field {at}{key}", folder, where, at + key
-        )
-    return replace(owner, **changes)
-
-
-def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str, at: str) -> Any:
-    options = [t for t in (get_args(hint) if type(None) in get_args(hint) else (hint,)) if t is not type(None)]
-    kind = options[0]
-    if value == "none" and type(None) in get_args(hint):
-        return None
-    if is_dataclass(kind):
-        if isinstance(value, Mapping):
-            if old is None:  # a table of a list, whose fields without a default it must give
-                needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-                if lacking := sorted(needed - value.keys()):
-                    raise DataError(f"{place}: field {lacking[0]} is missing")
-                old = kind(**dict.fromkeys(needed))
-            return _changed(old, value, where, folder, f"{at}.")
-    elif get_origin(kind) is tuple:
-        if isinstance(value, list):
-            parts = get_args(kind)
-            types = [parts[0]] * len(value) if parts[-1] is ... else parts
-            if len(value) == len(types):
-                return tuple(_typed(v, t, None, place, folder, where, at) for v, t in zip(value, types, strict=True))
-    elif kind is Path:
-        if isinstance(value, str):
-            return folder / Path(value).expanduser()
-    elif kind is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif type(value) is kind:
-        return value
-    raise DataError(f"{place}: {value!r} is not {getattr(kind, '__name__', kind)}")
+    return changed(PROFILES[base], own, path.name, path.absolute().parent)

@@ -6,8 +6,8 @@ from drehr_utils.profiles import ROOT
 
 PACKAGE = ROOT / "drehr_utils"
 FLOORS = (  # from the ground up: a room may use what stands before it
-    "errors", "files", "artifacts", "cluster", "config", "profiles", "data", "knowledge", "llm", "training", "search",
-    "evaluation", "corpus", "pipeline", "papers", "use", "run",
+    "errors", "files", "artifacts", "cluster", "config", "overrides", "profiles", "data", "knowledge", "llm",
+    "training", "search", "evaluation", "corpus", "pipeline", "papers", "use", "run",
 )  # fmt: skip
 
 

@@ -127,7 +127,10 @@ def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> 
     both, mine = pd.concat([one, other]), np.repeat([1, 0], [len(one), len(other)])
     value = both["value"].to_numpy()
     parts = np.column_stack([value * mine, mine, value * (1 - mine), 1 - mine])
-    gap = lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]  # noqa: E731
+
+    def gap(sums: np.ndarray) -> np.ndarray:
+        return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+
     draws = bootstrap(parts, gap, resampling, both["query_id"], both.get("patient"))
     low, high = map(float, percentile_interval(draws))
     beyond = min((draws <= 0).sum(), (draws >= 0).sum())

@@ -128,7 +128,7 @@ def prepare() -> None:
     plain, names = Profile.__getattribute__, set(Profile.__dataclass_fields__)
 
     def asked(profile, name: str):
-        if name in names and sys._getframe(1).f_code.co_name not in ("__hash__", "__eq__", "replace", "_changed"):
+        if name in names and sys._getframe(1).f_code.co_name not in ("__hash__", "__eq__", "replace", "changed"):
             _ASKED.add(name)
         return plain(profile, name)
 
