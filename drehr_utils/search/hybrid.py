@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Self
@@ -29,6 +29,7 @@ from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios, normalize_ter
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
+from drehr_utils.search.windows import best_windows, blended, encode_windows
 from drehr_utils.training.encoders import load_encoder, query_prompt
 
 HALF = 20.0  # the BM25 score of an expanded query that counts half
@@ -37,13 +38,19 @@ WEIGHTS_FILE, GRAPH_FOLDER = "hybrid.json", "graph"
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the logarithm of names found, and of BM25's share, beside a cosine similarity."""
+    """Of the logarithm of names found, and of BM25's share, beside a cosine similarity: the chunk's own and, by the
+    share `windows` (0: none is looked for), its best window's."""
 
     names: float = 0.3
     words: float = 0.2
+    windows: float = 0.0
 
 
 GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3, 0.4, 0.6, 0.8), (0.0, 0.1, 0.2, 0.4, 0.8, 1.2)))
+SHARES = (0.25, 0.5, 0.75, 1.0)
+WINDOWS_ALONE = tuple(Weights(0, 0, share) for share in SHARES)
+WINDOWS_GRID = tuple(replace(weights, windows=share) for weights in GRID for share in SHARES)
+UNTUNED = Weights(windows=0.5)  # of an encoder that no dev split has been asked about
 
 
 def names_of(query: str, graph: KnowledgeGraph) -> set[str]:
@@ -112,7 +119,9 @@ class Hybrid:
     def index(self, texts: Iterable[str]) -> Self:
         self.texts = list(texts)
         self._bm25 = BM25(self.texts)
-        self._embeddings = self.encoder.encode(self.texts, batch_size=16, show_progress_bar=len(self.texts) > 1000)
+        long = len(self.texts) > 1000
+        self._embeddings = self.encoder.encode(self.texts, batch_size=16, show_progress_bar=long)
+        self._windows = encode_windows(self.encoder, self.texts, long) if self.weights.windows else None
         return self
 
     def scores(self, queries: Sequence[str]) -> np.ndarray:
@@ -121,7 +130,10 @@ class Hybrid:
             raise ValueError("the query is empty; give a term, as in 'shortness of breath'")
         counts = count_names([names_of(query, self.graph) for query in queries], self.texts)
         expanded = self._bm25.scores([expand_query(query, self.graph) for query in queries])
-        similarity = dense_scores(self.embed_queries(queries), self._embeddings)
+        vectors = self.embed_queries(queries)
+        similarity = dense_scores(vectors, self._embeddings)
+        if self._windows:
+            similarity = blended(similarity, best_windows(vectors, *self._windows), self.weights.windows)
         return joined(similarity, counts, expanded, self.weights)
 
     def embed_queries(self, queries: Sequence[str]) -> np.ndarray:
@@ -141,9 +153,9 @@ class Hybrid:
 
     @classmethod
     def load(cls, folder: str | Path, graph: KnowledgeGraph | None = None) -> Self:
-        """What `save` wrote; given a `graph`, an encoder's folder will do, with the default weights where it has none.
+        """What `save` wrote; given a `graph`, an encoder's folder will do, with the weights UNTUNED where it has none.
         Raises DataError for a folder that isn't there and a graph that can't be read."""
-        folder, weights = Path(folder), Weights()
+        folder, weights = Path(folder), UNTUNED
         if (beside := folder / WEIGHTS_FILE).exists():
             with naming(beside, "write it again, as Hybrid.save does"):
                 weights = Weights(**json.loads(beside.read_text()))

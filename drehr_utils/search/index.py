@@ -36,6 +36,7 @@ from drehr_utils.search.bm25 import WordCounts
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
 from drehr_utils.search.hybrid import Hybrid, count_names, joined, name_spans, names_of
+from drehr_utils.search.windows import best_windows, blended, encode_windows, packed, unpacked
 from drehr_utils.training import encoders
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk that was found: `names` of the query that stand in it, with their number, where in `text`, and which of
-    these mentions are denied ("no dyspnea"; knowledge.negation)."""
+    """A chunk that was found: its `similarity`, its best window's included; `names` of the query that stand in it, with
+    their number, where in `text`, and which of these mentions are denied ("no dyspnea"; knowledge.negation)."""
 
     score: float
     similarity: float
@@ -80,10 +81,11 @@ class Update:
     gone: int
 
 
-def schema(dimension: int) -> pa.Schema:
-    """Columns of the table: texts, and vectors of that many numbers."""
+def schema(dimension: int, windows: bool = False) -> pa.Schema:
+    """Columns of the table: texts, vectors of that many numbers, and, if asked, those of each text's windows."""
     vector = pa.field("vector", pa.list_(pa.float32(), dimension))
-    return pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector])
+    more = [pa.field("windows", pa.binary())] if windows else []
+    return pa.schema([*(pa.field(name, pa.string()) for name in _TEXTS), vector, *more])
 
 
 def is_new(folder: Path) -> bool:
@@ -141,7 +143,7 @@ class NoteIndex:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
         database = lancedb.connect(str(folder.absolute()), read_consistency_interval=datetime.timedelta(0))
-        columns = schema(hybrid.encoder.get_embedding_dimension())
+        columns = schema(hybrid.encoder.get_embedding_dimension(), bool(hybrid.weights.windows))
         with _writing(folder):
             return cls(folder, hybrid, database.create_table(_TABLE, schema=columns, exist_ok=True))
 
@@ -195,15 +197,18 @@ class NoteIndex:
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""
         chunks = [(chunk, note) for note in notes for chunk in chunk_note(note)]
-        vectors = encoders.encode(self.hybrid.encoder, [chunk.text for chunk, _ in chunks], batch_size=16)
+        texts = [chunk.text for chunk, _ in chunks]
+        vectors = encoders.encode(self.hybrid.encoder, texts, batch_size=16)
         columns = {
             "id": [chunk.id for chunk, _ in chunks],
             "note_id": [note.note_id for _, note in chunks],
             "patient": [note.subject_id for _, note in chunks],
             "note_digest": [_digest(note) for _, note in chunks],
-            "text": [chunk.text for chunk, _ in chunks],
+            "text": texts,
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]),
         }
+        if self.hybrid.weights.windows:
+            columns["windows"] = packed(*encode_windows(self.hybrid.encoder, texts))
         return pa.table(columns, schema=self.table.schema)
 
     def _add(self, notes: Sequence[Note]) -> None:
@@ -321,6 +326,9 @@ class NoteIndex:
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
+        if share := self.hybrid.weights.windows:
+            best = best_windows(vector, *unpacked(found["windows"].to_pylist(), vectors.shape[1]))[0]
+            similarity = blended(similarity, best, share)
         counts = count_names([names], texts)[0]
         scores = joined(similarity, counts, words.scores(expanded, texts), self.hybrid.weights)
         ids = np.array(found["id"].to_pylist())
@@ -355,7 +363,7 @@ class NoteIndex:
         searches = [(self.nearest(vector), "_distance")]
         for query in (MatchQuery(expanded, "text"), BooleanQuery(whole)):
             searches.append((self.table.search(query, query_type="fts"), "_score"))
-        columns = [*_TEXTS, "vector"]
+        columns = [name for name in self.table.schema.names if name in (*_TEXTS, "vector", "windows")]
         parts = [search.limit(self.depth).select([*columns, score]).to_arrow() for search, score in searches]
         found = pa.concat_tables([part.select(columns) for part in parts])
         _, first = np.unique(found["id"].to_numpy(zero_copy_only=False), return_index=True)

@@ -1,7 +1,7 @@
 """The weights that come with the repository: `python -m drehr_utils.use.ship`, after `papers.drehr.runs` trained them.
 
-Writes data/models/drehr-improved: the improved encoder in half precision, the hybrid's two weights, and a model card
-with the scores of what it wrote.
+Writes data/models/drehr-improved: the improved encoder in half precision, the hybrid's weights, and a model card with
+the scores of what it wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drehr_utils.evaluation import metrics
 from drehr_utils.papers.drehr import rivals, runs
 from drehr_utils.pipeline import IMPROVED, benchmark, curve, model_scores
 from drehr_utils.profiles import Profile, load_profile
-from drehr_utils.search.hybrid import WEIGHTS_FILE, Weights, joined
+from drehr_utils.search.hybrid import WEIGHTS_FILE, WINDOWS_GRID
 from drehr_utils.training import encoders
 from drehr_utils.use.search import SHIPPED
 
@@ -37,7 +37,8 @@ A small English encoder (23M parameters, 384 dimensions, mean pooling, cosine) t
 summaries for a medical entity, by the improved recipe of this repository after DR.EHR. It has the recipe
 of the row `DR.EHR (improved)` in the project's Table 4, which is the mean of three trainings, and the seed of the
 first; it was trained anew, and comes out within half a point of that row. `DR.EHR (hybrid)` joins encoders of this
-recipe with strings and the graph.
+recipe with strings and the graph; `DR.EHR (hybrid, windows)` is this encoder's, and looks at each chunk's windows of
+twelve words as well.
 
 ```python
 from sentence_transformers import SentenceTransformer
@@ -45,7 +46,7 @@ from sentence_transformers import SentenceTransformer
 encoder = SentenceTransformer("data/models/drehr-improved")
 ```
 
-`drehr-search` (README) joins it with the graph's names and BM25 by the two weights in `{weights}`, chosen on dev.
+`drehr-search` (README) joins it with the graph's names, BM25 and windows by the weights in `{weights}`, chosen on dev.
 
 **Trained on** {chunks:,} presentations of the chunks of 160 fictional discharge summaries ({steps} steps, {date},
 {machine}), with entities that a language model wrote for them and the open knowledge graph; started from
@@ -68,11 +69,13 @@ for care.
 
 
 def figures(profile: Profile, folder: Path, split: str) -> dict[str, list[float]]:
-    """Table 4's six figures on a split: of the encoder in `folder`, and of the hybrid with the weights beside it."""
+    """Table 4's six figures on a split: of the encoder in `folder`, and of its hybrids, their weights chosen on dev."""
     bench = benchmark(profile, split)
-    similarity, (_, expanded, counts) = model_scores(profile, folder, bench), rivals.string_scores(profile, bench)
-    weights = Weights(**json.loads((folder / WEIGHTS_FILE).read_text()))
-    found = {IMPROVED: similarity, rivals.HYBRID: joined(similarity, counts, expanded, weights)}
+    found = {
+        IMPROVED: model_scores(profile, folder, bench),
+        rivals.HYBRID: rivals.hybrid_scores(profile, folder, bench),
+        rivals.HYBRID_WINDOWS: rivals.hybrid_scores(profile, folder, bench, WINDOWS_GRID),
+    }
     values = {
         row: (metrics.single_patient(bench, scores), metrics.multi_patient(bench, scores))
         for row, scores in found.items()
@@ -93,7 +96,7 @@ def ship(profile: Profile, seed: int, folder: Path = SHIPPED) -> None:
     weights = folder / "model.safetensors"
     halves = {name: tensor.half() for name, tensor in load_file(weights).items()}
     save_file(halves, weights, metadata={"format": "pt"})
-    joint = rivals.hybrid_weights(profile, model)
+    joint = rivals.hybrid_weights(profile, folder, WINDOWS_GRID)
     (folder / WEIGHTS_FILE).write_text(json.dumps(asdict(joint)) + "\n")
     about, steps = json.loads((model / "stage.json").read_text()), len(curve(model))
     rows = [

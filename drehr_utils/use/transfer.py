@@ -81,7 +81,7 @@ def retrievers(profile: Profile) -> dict[str, Callable[[], Score]]:
     }
     for system in (pipeline.PUBLISHED, pipeline.IMPROVED):
         found[pipeline.row_name(profile, system)] = lambda s=system: load(pipeline.trained_model(profile, s)[0])
-    found |= {pipeline.IMPROVED: lambda: load(SHIPPED), rivals.HYBRID: lambda: _hybrid(profile)}
+    found |= {pipeline.IMPROVED: lambda: load(SHIPPED), rivals.HYBRID_WINDOWS: lambda: _hybrid(profile)}
     single = [f"{graph} {kind}" for graph in (kg.ICD10, *kg.graphs(profile)) for kind in ("Syn", "Graph")]
     for name in (*single, kg.COMB):
         found[name] = lambda n=name: load(kg.train(profile, n)[0])

@@ -85,7 +85,7 @@ def test_two_encoders_are_kept_apart_and_the_hybrid_reads_the_graph(smoke, start
     found = transfer.towers(first, other)(texts, texts)
     assert not np.allclose(found, found.T, atol=1e-3)
     assert np.diag(transfer.towers(first)(texts, texts)) == pytest.approx(1, abs=0.02)
-    scores = transfer.retrievers(smoke)[rivals.HYBRID]()(["hypertension"], ["htn was noted", "fever was noted"])
+    scores = transfer.retrievers(smoke)[rivals.HYBRID_WINDOWS]()(["hypertension"], ["htn was noted", "fever was noted"])
     assert scores[0, 0] > scores[0, 1] + 0.1
 
 

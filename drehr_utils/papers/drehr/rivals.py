@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.evaluation import metrics
 from drehr_utils.evaluation.metrics import Scores
 from drehr_utils.profiles import Profile
-from drehr_utils.search import expansion, hybrid
+from drehr_utils.search import expansion, hybrid, windows
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.hybrid import Weights
+from drehr_utils.training import encoders
 
 NAMES, UNTRAINED_HYBRID, HYBRID = "names-in-text", "MiniLM (hybrid)", "DR.EHR (hybrid)"
+WINDOWS, UNTRAINED_WINDOWS, HYBRID_WINDOWS = "MiniLM (windows)", "MiniLM (hybrid, windows)", "DR.EHR (hybrid, windows)"
 CHANCE = "random order"
 
 
@@ -41,34 +44,63 @@ def untrained_encoder(profile: Profile) -> Path:
     return pipeline.train_recipe(profile, Recipe(read_names=True))[0]
 
 
-def hybrid_grid(profile: Profile, model: Path | None) -> dict[Weights, float]:
+def window_scores(profile: Profile, model: Path | None, bench: Benchmark) -> np.ndarray:
+    """As pipeline.model_scores, of each chunk's best window (windows.best_windows)."""
+    made_of = model.resolve() if model else pipeline.start_digest(profile)
+    key = artifacts.digest(window_scores, made_of, bench.queries, bench.corpus)
+
+    def make() -> np.ndarray:
+        encoder = encoders.load_encoder(model) if model else pipeline.starting_encoder(profile)
+        asked = encoders.encode(encoder, list(bench.queries.values()), prompt=encoders.query_prompt(encoder))
+        return windows.best_windows(asked, *windows.encode_windows(encoder, list(bench.corpus.values())))
+
+    return artifacts.cached_file(profile.cache / f"scores/windows-{key}.npy", make)
+
+
+def hybrid_grid(profile: Profile, model: Path | None, grid: Sequence[Weights] = hybrid.GRID) -> dict[Weights, float]:
     """Weights -> the mean on dev of Table 4's six metrics, for an encoder joined with strings and the graph."""
     dev = pipeline.benchmark(profile, "dev")
-    similarity, (_, expanded, counts) = pipeline.model_scores(profile, model, dev), string_scores(profile, dev)
-    key = artifacts.digest(hybrid_grid, similarity, expanded, counts, dev.qrels)
+    join, parts = _joiner(profile, model, dev, any(weights.windows for weights in grid))
+    key = artifacts.digest(hybrid_grid, *parts, grid, dev.qrels)
 
     def score(weights: Weights) -> float:
-        scores = hybrid.joined(similarity, counts, expanded, weights)
+        scores = join(weights)
         both = metrics.single_patient(dev, scores), metrics.multi_patient(dev, scores)
         return float(np.mean([metrics.means(values)[metrics.AVERAGE] for values in both]))
 
     found = artifacts.cached_file(
-        profile.cache / f"scores/hybrid-{key}.npy", lambda: np.array([score(weights) for weights in hybrid.GRID])
+        profile.cache / f"scores/hybrid-{key}.npy", lambda: np.array([score(weights) for weights in grid])
     )
-    return dict(zip(hybrid.GRID, found.tolist(), strict=True))
+    return dict(zip(grid, found.tolist(), strict=True))
 
 
-def hybrid_weights(profile: Profile, model: Path | None) -> Weights:
-    """Those that are best on dev."""
-    grid = hybrid_grid(profile, model)
-    return max(grid, key=grid.__getitem__)
+def hybrid_weights(profile: Profile, model: Path | None, grid: Sequence[Weights] = hybrid.GRID) -> Weights:
+    """Those of the grid that are best on dev."""
+    found = hybrid_grid(profile, model, grid)
+    return max(found, key=found.__getitem__)
 
 
-def hybrid_scores(profile: Profile, model: Path | None, bench: Benchmark) -> np.ndarray:
-    """A model folder's scores (None: the starting encoder's) joined with strings and the graph."""
-    _, expanded, counts = string_scores(profile, bench)
-    similarity = pipeline.model_scores(profile, model, bench)
-    return hybrid.joined(similarity, counts, expanded, hybrid_weights(profile, model))
+def hybrid_scores(
+    profile: Profile, model: Path | None, bench: Benchmark, grid: Sequence[Weights] = hybrid.GRID
+) -> np.ndarray:
+    """A model folder's scores (None: the starting encoder's) joined with strings, the graph and, by the grids that have
+    them, windows."""
+    weights = hybrid_weights(profile, model, grid)
+    return _joiner(profile, model, bench, bool(weights.windows))[0](weights)
+
+
+def _joiner(
+    profile: Profile, model: Path | None, bench: Benchmark, with_windows: bool
+) -> tuple[Callable[[Weights], np.ndarray], list[np.ndarray]]:
+    """The function from weights to a hybrid's scores, and what it joins."""
+    similarity, (_, expanded, counts) = pipeline.model_scores(profile, model, bench), string_scores(profile, bench)
+    best = [window_scores(profile, model, bench)] if with_windows else []
+
+    def join(weights: Weights) -> np.ndarray:
+        whole = windows.blended(similarity, *best, weights.windows) if best else similarity
+        return hybrid.joined(whole, counts, expanded, weights)
+
+    return join, [similarity, expanded, counts, *best]
 
 
 def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:
