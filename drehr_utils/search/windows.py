@@ -12,21 +12,21 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training.encoders import encode
 
-WIDTH, STEP = 12, 6  # words; chosen on dev among 12, 25 and 50, a new window every half of one
+WIDTH = 12  # words; chosen on dev among 12, 25 and 50 (notebook 08)
 _BATCH = 256  # queries at a time: bounds memory where windows are many
 
 
-def windows(text: str) -> list[str]:
-    """The text's runs of WIDTH words, one every STEP words; at least one, and the last may be shorter."""
-    words = text.split()
-    return [" ".join(words[at : at + WIDTH]) for at in range(0, max(len(words) - STEP, 1), STEP)]
+def windows(text: str, width: int = WIDTH) -> list[str]:
+    """The text's runs of so many words, one every half of them; at least one, and the last may be shorter."""
+    words, step = text.split(), width // 2
+    return [" ".join(words[at : at + width]) for at in range(0, max(len(words) - step, 1), step)]
 
 
 def encode_windows(
-    encoder: SentenceTransformer, texts: Sequence[str], progress: bool = False
+    encoder: SentenceTransformer, texts: Sequence[str], progress: bool = False, width: int = WIDTH
 ) -> tuple[np.ndarray, np.ndarray]:
     """Unit-length embeddings of all windows, float32 [windows, dim], and where each text's begin, int64 [texts]."""
-    parts = [windows(text) for text in texts]
+    parts = [windows(text, width) for text in texts]
     return encode(encoder, [window for part in parts for window in part], progress=progress), _starts(parts)
 
 
