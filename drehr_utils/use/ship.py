@@ -19,7 +19,7 @@ from drehr_utils.evaluation import metrics
 from drehr_utils.papers.drehr import rivals, runs
 from drehr_utils.pipeline import IMPROVED, benchmark, curve, model_scores
 from drehr_utils.profiles import Profile, load_profile
-from drehr_utils.search.hybrid import WEIGHTS_FILE, WINDOWS_GRID
+from drehr_utils.search.hybrid import WEIGHTS_FILE, WINDOWS_GRID, Weights
 from drehr_utils.training import encoders
 from drehr_utils.use.search import SHIPPED
 
@@ -69,12 +69,13 @@ for care.
 
 
 def figures(profile: Profile, folder: Path, split: str) -> dict[str, list[float]]:
-    """Table 4's six figures on a split: of the encoder in `folder`, and of its hybrids, their weights chosen on dev."""
-    bench = benchmark(profile, split)
+    """Table 4's six figures on a split: of the encoder in `folder`, of its hybrid without windows (weights chosen on
+    dev), and of that with the weights beside it."""
+    bench, weights = benchmark(profile, split), Weights(**json.loads((folder / WEIGHTS_FILE).read_text()))
     found = {
         IMPROVED: model_scores(profile, folder, bench),
         rivals.HYBRID: rivals.hybrid_scores(profile, folder, bench),
-        rivals.HYBRID_WINDOWS: rivals.hybrid_scores(profile, folder, bench, WINDOWS_GRID),
+        rivals.HYBRID_WINDOWS: rivals.joined_scores(profile, folder, bench, weights),
     }
     values = {
         row: (metrics.single_patient(bench, scores), metrics.multi_patient(bench, scores))

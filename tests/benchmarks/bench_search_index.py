@@ -1,12 +1,13 @@
 """drehr-search's index at 10,000 notes: what it takes to make, on time, memory and disk, and how fast it answers.
 
-    python tests/benchmarks/bench_search_index.py [--notes 10000] [--at FOLDER] [--write]
+    python tests/benchmarks/bench_search_index.py [--notes 10000] [--at FOLDER] [--windows] [--write]
 
 The notes are the open ones, each copied with a tenth of its words replaced by others of the corpus, five notes a
 patient, read from a CSV. `drehr-search index` makes the index whole, on one thread (a core-hour and a half for 10,000
 notes on a CPU without AMX), then once more, when no note is new; its processor time and memory are the system's count.
 A query is one of the open benchmark's, on one thread, in the whole index or within a patient.
 
+`--windows`: with them, as `drehr-search index` makes it by itself; else one vector a chunk (`--no-windows`).
 `--at`: keep notes and index there, and use what is there. `--write`: also figures/benchmarks/search_index.json."""
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def size_mb(place: Path) -> float:
     return round(sum(path.stat().st_size for path in paths if path.is_file()) / 1e6, 1)
 
 
-def make_index(source: Path, folder: Path) -> tuple[float, float, float]:
+def make_index(source: Path, folder: Path, windows: bool) -> tuple[float, float, float]:
     """Seconds by the clock and of the processor, and the MB that a process took, of `drehr-search index`."""
     command = [sys.executable, "-m", "drehr_utils.use.search", "index", str(source), "--index", str(folder)]
+    command += [] if windows else ["--no-windows"]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, env=ONE)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)  # its memory is that of the largest child so far
@@ -68,10 +70,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--notes", type=int, default=10_000)
     parser.add_argument("--at", type=Path)
+    parser.add_argument("--windows", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        result = measure(options.at or Path(place), options.notes)
+        result = measure(options.at or Path(place), options.notes, options.windows)
     print(json.dumps(result, indent=1))
     if options.write:
         path = ROOT / "figures/benchmarks/search_index.json"
@@ -79,7 +82,7 @@ def main() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(place: Path, number: int) -> dict[str, float | int | str]:
+def measure(place: Path, number: int, windows: bool) -> dict[str, float | int | str]:
     source, folder, counted = place / "notes.csv.gz", place / "index", place / "made.json"
     if not counted.exists():
         if folder.exists():
@@ -87,7 +90,7 @@ def measure(place: Path, number: int) -> dict[str, float | int | str]:
         place.mkdir(parents=True, exist_ok=True)
         write_notes(source, number)
         keys = ("index_made_s", "index_cpu_s", "index_peak_mb")
-        made = dict(zip(keys, make_index(source, folder), strict=True))
+        made = dict(zip(keys, make_index(source, folder, windows), strict=True))
         counted.write_text(json.dumps({"index_notes": number} | made))
     made = json.loads(counted.read_text())
     if made["index_notes"] != number:
@@ -100,7 +103,7 @@ def measure(place: Path, number: int) -> dict[str, float | int | str]:
     from drehr_utils.search.index import NoteIndex
 
     torch.set_num_threads(1)
-    again_s, _, _ = make_index(source, folder)
+    again_s, _, _ = make_index(source, folder, windows)
     index = NoteIndex.open(folder)
     rng = np.random.default_rng(0)
     queries = list(pipeline.benchmark(PROFILES["open"], "test").queries.values())

@@ -73,12 +73,33 @@ def test_a_score_is_the_same_whatever_else_is_in_the_list():
 
 
 def test_the_hybrid_saves_loads_and_searches_in_three_lines(graph, tmp_path):
-    Hybrid(load_encoder("minilm"), graph, Weights(0.1, 0.4)).save(tmp_path / "hybrid")
+    Hybrid(load_encoder("minilm"), graph, Weights(0.1, 0.4, 0.25)).save(tmp_path / "hybrid")
     hybrid = Hybrid.load(tmp_path / "hybrid").index(TEXTS)
     found = hybrid.search("heart attack", top=2)
     assert len(found) == 2 and found[0][1] in TEXTS[:2]
-    assert hybrid.weights == Weights(0.1, 0.4)
+    assert hybrid.weights == Weights(0.1, 0.4, 0.25)
     best, text = hybrid.search("myocardial infarction")[0]
     assert text == TEXTS[1] and best == pytest.approx(float(hybrid.scores(["myocardial infarction"])[0, 1]))
     with pytest.raises(ValueError, match="empty"):
         hybrid.search(" ")
+
+
+def test_weights_without_windows_read_none_and_an_encoder_alone_reads_them(graph, tmp_path):
+    hybrid = Hybrid(load_encoder("minilm"), graph)
+    hybrid.save(tmp_path / "older")
+    (tmp_path / "older/hybrid.json").write_text('{"names": 0.3, "words": 0.2}')  # as it was before there were windows
+    assert Hybrid.load(tmp_path / "older").weights == Weights(0.3, 0.2, 0.0)
+    (tmp_path / "older/hybrid.json").unlink()
+    assert Hybrid.load(tmp_path / "older", graph).weights.windows > 0
+
+
+def test_the_hybrid_adds_a_share_of_the_best_window(graph):
+    encoder = load_encoder("minilm")
+    text = (
+        "seen in clinic for a long and uneventful history of many other matters, all stable, then metformin was begun"
+    )
+    scores = [
+        float(Hybrid(encoder, graph, Weights(0, 0, share)).index([text]).scores(["metformin"])[0, 0])
+        for share in (0, 0.25, 1)
+    ]
+    assert scores[1] == pytest.approx(0.75 * scores[0] + 0.25 * scores[2]) and scores[2] > scores[0] + 0.1

@@ -17,6 +17,7 @@ from drehr_utils.data.notes import read_any_notes
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.search.hybrid import Hybrid, Weights
+from drehr_utils.search.index import NoteIndex
 from drehr_utils.training.encoders import load_encoder
 from drehr_utils.use import search
 
@@ -54,6 +55,17 @@ def test_three_text_files_two_commands_a_ranked_list(folder, model, tmp_path, ca
     search.main(["query", "sob", "--json", "--patient", "b.txt", *at])
     (hit,) = json.loads(capsys.readouterr().out)["hits"]
     assert hit["text"] == "ankle sprain." and hit["names"] == {} and hit["patient"] == "b.txt"
+
+
+def test_an_index_of_an_encoder_has_windows_unless_told(folder, model, tmp_path, capsys):
+    model = shutil.copytree(model, tmp_path / "model")
+    (model / "hybrid.json").write_text('{"names": 0.2, "words": 0.2, "windows": 0.5}')
+    for name, more in (("with", []), ("without", ["--no-windows"])):
+        search.main(["index", str(folder), "--model", str(model), "--index", str(tmp_path / name), *more])
+    kept = [NoteIndex.open(tmp_path / name) for name in ("with", "without")]
+    assert ["windows" in index.table.schema.names for index in kept] == [True, False]
+    assert [index.hybrid.weights.windows for index in kept] == [0.5, 0]
+    capsys.readouterr()
 
 
 def test_an_index_among_the_notes_is_no_note(folder, model, capsys, monkeypatch):

@@ -14,7 +14,6 @@ from drehr_utils.data.benchmark import subset
 from drehr_utils.evaluation import metrics, tables
 from drehr_utils.papers.drehr import rivals
 from drehr_utils.profiles import load_profile
-from drehr_utils.search.hybrid import joined
 from drehr_utils.search.index import NoteIndex
 from drehr_utils.use import search, ship
 
@@ -67,9 +66,7 @@ def test_the_card_and_table_4_have_the_figures_of_the_shipped_weights(shipped):
 def test_the_index_gives_the_scores_of_the_benchmarks_own_code(index, bench, setting):
     profile = load_profile("open")
     patients = {note.note_id: note.subject_id for note in pipeline.notes(profile)[0]}
-    similarity = pipeline.model_scores(profile, search.SHIPPED, bench)
-    _, expanded, counts = rivals.string_scores(profile, bench)
-    scores = joined(similarity, counts, expanded, index.hybrid.weights)
+    scores = rivals.joined_scores(profile, search.SHIPPED, bench, index.hybrid.weights)
     found = list(metrics.rankings(bench, scores, setting))
     for ranked in found[:: len(found) // 40]:
         patient = patients[ranked.search_id.partition("@")[2]] if setting == "single" else None

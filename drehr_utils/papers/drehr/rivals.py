@@ -89,7 +89,11 @@ def hybrid_scores(
 ) -> np.ndarray:
     """A model folder's scores (None: the starting encoder's) joined with strings, the graph and, by the grids that have
     them, windows."""
-    weights = hybrid_weights(profile, model, grid)
+    return joined_scores(profile, model, bench, hybrid_weights(profile, model, grid))
+
+
+def joined_scores(profile: Profile, model: Path | None, bench: Benchmark, weights: Weights) -> np.ndarray:
+    """hybrid_scores by these weights."""
     return _joiner(profile, model, bench, bool(weights.windows))[0](weights)
 
 

@@ -12,7 +12,7 @@ from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.evaluation import metrics
 from drehr_utils.papers.drehr import rivals
 from drehr_utils.profiles import load_profile
-from drehr_utils.search import hybrid
+from drehr_utils.search import hybrid, windows
 
 
 def test_equal_scores_earn_what_a_random_order_does():
@@ -43,3 +43,22 @@ def test_the_hybrid_takes_the_best_weights_of_the_grid_on_dev(tmp_path, monkeypa
     by_hand = similarity[row, column] + chosen.names * np.log(1 + counts[row, column])
     by_hand += chosen.words * expanded[row, column] / (expanded[row, column] + 20)
     assert scores[row, column] == pytest.approx(by_hand)
+
+
+def test_windows_join_as_a_share_of_the_similarity(tmp_path, monkeypatch):
+    monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
+    profile = replace(load_profile("smoke"), max_eval_patients=2)
+    dev = pipeline.benchmark(profile, "dev")
+    grid = (hybrid.Weights(0, 0, 0.5), hybrid.Weights(0.3, 0.2, 0.75))
+    found = rivals.hybrid_grid(profile, None, grid)
+    chosen = rivals.hybrid_weights(profile, None, grid)
+    assert set(found) == set(grid) and found[chosen] == max(found.values())
+    whole, best = pipeline.model_scores(profile, None, dev), rivals.window_scores(profile, None, dev)
+    alone = rivals.joined_scores(profile, None, dev, grid[0])
+    np.testing.assert_allclose(alone, (whole + best) / 2, rtol=1e-6)
+    encoder, query, text = (
+        pipeline.starting_encoder(profile),
+        *(list(part.values())[3] for part in (dev.queries, dev.corpus)),
+    )
+    pieces = encoder.similarity(encoder.encode([query]), encoder.encode(windows.windows(text)))
+    assert best[3, 3] == pytest.approx(float(pieces.max()), abs=1e-5)
