@@ -47,7 +47,7 @@ class Weights:
 
 
 GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3, 0.4, 0.6, 0.8), (0.0, 0.1, 0.2, 0.4, 0.8, 1.2)))
-SHARES = (0.25, 0.5, 0.75, 1.0)
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 WINDOWS_ALONE = tuple(Weights(0, 0, share) for share in SHARES)
 WINDOWS_GRID = tuple(replace(weights, windows=share) for weights in GRID for share in SHARES)
 UNTUNED = Weights(windows=0.5)  # of an encoder that no dev split has been asked about
@@ -132,7 +132,7 @@ class Hybrid:
         expanded = self._bm25.scores([expand_query(query, self.graph) for query in queries])
         vectors = self.embed_queries(queries)
         similarity = dense_scores(vectors, self._embeddings)
-        if self._windows:
+        if self.weights.windows:
             similarity = blended(similarity, best_windows(vectors, *self._windows), self.weights.windows)
         return joined(similarity, counts, expanded, self.weights)
 

@@ -5,8 +5,9 @@
     index.search("shortness of breath", top=10)
 
 Its folder is open to its owner alone and ignored by git. A note is in it whole or not at all, whenever it is killed.
-Within a patient every chunk is scored; in the whole index, those that the encoder or a name brings up, each with the
-score that it would have among all. A search finds what the last finished update left, while another goes on, too.
+Within a patient every chunk is scored; in the whole index, those that the encoder (by their one vector, not by their
+windows) or a name brings up, each with the score that it would have among all. A search finds what the last finished
+update left, while another goes on, too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEPTH = 1000  # chunks that the encoder, the expanded query and each name bring up in the whole index
 NOTES_AT_ONCE = 64  # what a kill costs
+_AT_ONCE = 2000  # chunks whose windows are in memory
 TRIES = 10  # of a search whose files an update takes away
 # Above so many chunks vectors are searched by product codes in partitions, and the best are rescored exactly; chosen by
 # tests/benchmarks/bench_index_scale.py
@@ -143,9 +145,18 @@ class NoteIndex:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
         database = lancedb.connect(str(folder.absolute()), read_consistency_interval=datetime.timedelta(0))
-        columns = schema(hybrid.encoder.get_embedding_dimension(), bool(hybrid.weights.windows))
-        with _writing(folder):
-            return cls(folder, hybrid, database.create_table(_TABLE, schema=columns, exist_ok=True))
+        if database.table_exists(_TABLE):
+            table = database.open_table(_TABLE)
+        else:
+            columns = schema(hybrid.encoder.get_embedding_dimension(), bool(hybrid.weights.windows))
+            with _writing(folder):
+                table = database.create_table(_TABLE, schema=columns)
+        if hybrid.weights.windows and "windows" not in table.schema.names:
+            raise DataError(
+                f"{folder.name}/{_HYBRID}/hybrid.json, field windows: the index was made without; set it to 0, or "
+                "index the notes in a new folder"
+            )
+        return cls(folder, hybrid, table)
 
     def notes(self) -> dict[str, str]:
         """Note id -> digest of the note that is in the index."""
@@ -207,7 +218,7 @@ class NoteIndex:
             "text": texts,
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1]),
         }
-        if self.hybrid.weights.windows:
+        if "windows" in self.table.schema.names:
             columns["windows"] = packed(*encode_windows(self.hybrid.encoder, texts))
         return pa.table(columns, schema=self.table.schema)
 
@@ -327,8 +338,9 @@ class NoteIndex:
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
         if share := self.hybrid.weights.windows:
-            best = best_windows(vector, *unpacked(found["windows"].to_pylist(), vectors.shape[1]))[0]
-            similarity = blended(similarity, best, share)
+            parts = (found["windows"].slice(at, _AT_ONCE).to_pylist() for at in range(0, len(texts), _AT_ONCE))
+            windows = [best_windows(vector, *unpacked(part, vectors.shape[1]))[0] for part in parts]
+            similarity = blended(similarity, np.concatenate(windows), share)
         counts = count_names([names], texts)[0]
         scores = joined(similarity, counts, words.scores(expanded, texts), self.hybrid.weights)
         ids = np.array(found["id"].to_pylist())

@@ -18,7 +18,7 @@ _BATCH = 256  # queries at a time: bounds memory where windows are many
 
 def windows(text: str, width: int = WIDTH) -> list[str]:
     """The text's runs of so many words, one every half of them; at least one, and the last may be shorter."""
-    words, step = text.split(), width // 2
+    words, step = text.split(), max(width // 2, 1)
     return [" ".join(words[at : at + width]) for at in range(0, max(len(words) - step, 1), step)]
 
 

@@ -8,7 +8,8 @@ notes on a CPU without AMX), then once more, when no note is new; its processor 
 A query is one of the open benchmark's, on one thread, in the whole index or within a patient.
 
 `--windows`: with them, as `drehr-search index` makes it by itself; else one vector a chunk (`--no-windows`).
-`--at`: keep notes and index there, and use what is there. `--write`: also figures/benchmarks/search_index.json."""
+`--at`: keep notes and index there, and use what is there. `--write`: also figures/benchmarks/search_index.json, or
+search_index_windows.json."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def main() -> None:
         result = measure(options.at or Path(place), options.notes, options.windows)
     print(json.dumps(result, indent=1))
     if options.write:
-        path = ROOT / "figures/benchmarks/search_index.json"
+        path = ROOT / f"figures/benchmarks/search_index{'_windows' if options.windows else ''}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -91,10 +92,10 @@ def measure(place: Path, number: int, windows: bool) -> dict[str, float | int | 
         write_notes(source, number)
         keys = ("index_made_s", "index_cpu_s", "index_peak_mb")
         made = dict(zip(keys, make_index(source, folder, windows), strict=True))
-        counted.write_text(json.dumps({"index_notes": number} | made))
+        counted.write_text(json.dumps({"index_notes": number, "index_windows": windows} | made))
     made = json.loads(counted.read_text())
-    if made["index_notes"] != number:
-        raise SystemExit(f"{place} has {made['index_notes']} notes: --notes {made['index_notes']}, or another folder")
+    if (made["index_notes"], made.get("index_windows", False)) != (number, windows):
+        raise SystemExit(f"{place} has another index, see {counted.name} in it: name another folder")
 
     import torch
 
