@@ -124,6 +124,32 @@ def test_an_index_keeps_windows_if_its_hybrid_reads_them(index, hybrid, tmp_path
     assert max(abs(with_windows[chunk] - found[chunk]) for chunk in found) > 0.05
 
 
+def test_an_index_that_was_made_before_there_were_windows_goes_on_as_it_was(hybrid, tmp_path):
+    older = NoteIndex.create(tmp_path / "older", Hybrid(hybrid.encoder, hybrid.graph, Weights(0.2, 0.4)))
+    older.update(notes(2), progress=False)
+    weights = older.folder / "hybrid/hybrid.json"
+    weights.write_text('{"names": 0.2, "words": 0.4}')
+    index = NoteIndex.open(older.folder)
+    assert vars(index.update(notes(3), progress=False)) == {"new": 1, "changed": 0, "unchanged": 2, "gone": 0}
+    assert len({hit.note_id for hit in index.search("cough", top=99)}) == 3
+    weights.write_text('{"names": 0.2, "words": 0.4, "windows": 0.5}')
+    with pytest.raises(DataError, match="older/hybrid/hybrid.json, field windows"):
+        NoteIndex.open(older.folder)
+
+
+def test_an_index_with_windows_may_be_asked_without(hybrid, tmp_path):
+    index = NoteIndex.create(tmp_path / "mine", hybrid)
+    index.update(notes(2), progress=False)
+    (index.folder / "hybrid/hybrid.json").write_text('{"names": 0.2, "words": 0.4, "windows": 0}')
+    plain = NoteIndex.open(index.folder)
+    plain.update(notes(3), progress=False)
+    assert plain.table.search().to_arrow()["windows"].null_count == 0
+    hits = plain.search("cough", top=99)
+    assert {hit.chunk_id: hit.similarity for hit in hits} != {
+        h.chunk_id: h.similarity for h in index.search("cough", 99)
+    }
+
+
 def test_a_candidate_has_the_score_that_it_has_among_all(index):
     whole = {hit.chunk_id: hit.score for hit in index.search("MI", top=99)}
     few = replace(index, depth=4).search("MI", top=99)  # of an index that has been asked

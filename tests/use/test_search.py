@@ -65,7 +65,9 @@ def test_an_index_of_an_encoder_has_windows_unless_told(folder, model, tmp_path,
     kept = [NoteIndex.open(tmp_path / name) for name in ("with", "without")]
     assert ["windows" in index.table.schema.names for index in kept] == [True, False]
     assert [index.hybrid.weights.windows for index in kept] == [0.5, 0]
-    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        search.main(["index", str(folder), "--index", str(tmp_path / "with"), "--no-windows"])
+    assert "has windows already" in capsys.readouterr().err
 
 
 def test_an_index_among_the_notes_is_no_note(folder, model, capsys, monkeypatch):
