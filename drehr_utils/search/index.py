@@ -145,12 +145,12 @@ class NoteIndex:
             raise DataError("an index of notes needs LanceDB: pip install 'drehr_utils[search]'") from None
         hybrid = Hybrid.load(folder / _HYBRID, _graph(folder / _GRAPH))
         database = lancedb.connect(str(folder.absolute()), read_consistency_interval=datetime.timedelta(0))
-        if database.table_exists(_TABLE):
+        try:
             table = database.open_table(_TABLE)
-        else:
+        except ValueError:  # there is none yet
             columns = schema(hybrid.encoder.get_embedding_dimension(), bool(hybrid.weights.windows))
             with _writing(folder):
-                table = database.create_table(_TABLE, schema=columns)
+                table = database.create_table(_TABLE, schema=columns, exist_ok=True)
         if hybrid.weights.windows and "windows" not in table.schema.names:
             raise DataError(
                 f"{folder.name}/{_HYBRID}/hybrid.json, field windows: the index was made without; set it to 0, or "
