@@ -96,7 +96,9 @@ def test_weights_without_windows_read_none_and_an_encoder_alone_reads_them(graph
 def test_the_hybrid_adds_a_share_of_the_best_window(graph):
     encoder = load_encoder("minilm")
     text = (
-        "seen in clinic for a long and uneventful history of many other matters, all stable, then metformin was begun"
+        "retired teacher, lives alone, walks daily, no smoking. knee pain after a fall, x-ray negative, brace given. "
+        "mood stable, sleeps well. cough resolved without antibiotics. appetite good, weight stable. "
+        "flu vaccine given, eye exam normal. metformin was begun"
     )
     scores = [
         float(Hybrid(encoder, graph, Weights(0, 0, share)).index([text]).scores(["metformin"])[0, 0])
