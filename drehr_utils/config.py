@@ -30,6 +30,7 @@ class StageConfig:
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
     complete_hypernyms: bool = False  # ... or a narrower one
     leave_out_related: bool = False  # a term related to a concept of the chunk is no negative for it
+    windows: float = 0.0  # a chunk's best window's share of its similarity, in training as in search (search.windows)
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
     hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives

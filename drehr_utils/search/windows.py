@@ -9,21 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
+from drehr_utils.data.notes import WINDOW_WORDS
+from drehr_utils.data.notes import windows as windows
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training.encoders import encode
 
-WIDTH = 12  # words; chosen on dev among 12, 25 and 50 (notebook 08)
 _BATCH = 256  # queries at a time: bounds memory where windows are many
 
 
-def windows(text: str, width: int = WIDTH) -> list[str]:
-    """The text's runs of so many words, one every half of them; at least one, and the last may be shorter."""
-    words, step = text.split(), max(width // 2, 1)
-    return [" ".join(words[at : at + width]) for at in range(0, max(len(words) - step, 1), step)]
-
-
 def encode_windows(
-    encoder: SentenceTransformer, texts: Sequence[str], progress: bool = False, width: int = WIDTH
+    encoder: SentenceTransformer, texts: Sequence[str], progress: bool = False, width: int = WINDOW_WORDS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Unit-length embeddings of all windows, float32 [windows, dim], and where each text's begin, int64 [texts]."""
     parts = [windows(text, width) for text in texts]

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from torch.utils.data import Dataset
 
 from drehr_utils.config import StageConfig
-from drehr_utils.data.notes import Chunk
+from drehr_utils.data.notes import Chunk, windows
 from drehr_utils.errors import DataError
 from drehr_utils.training.encoders import CHUNK_TOKENS, ENTITY_TOKENS, query_prompt, token_buckets
 from drehr_utils.training.positives import PositiveSets, substitute_aliases
@@ -189,6 +189,7 @@ class Collator:
     entity_buckets: int = 4
     most: int | None = None  # tokens of a bucket, padding included
     reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
+    windows: bool = False  # of the chunks, too
     share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode
 
     def own(self, texts: Sequence[str]) -> Sequence[str]:
@@ -212,6 +213,11 @@ class Collator:
         kept = {}
         for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
             kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets, most=self.most)
+        if self.windows:
+            parts = [windows(text) for text in texts]
+            every = [window for part in parts for window in part]
+            kept["windows"] = token_buckets(self.encoder, every, CHUNK_TOKENS, self.entity_buckets, most=self.most)
+            kept["of_chunk"] = torch.tensor([b for b, part in enumerate(parts) for _ in part])  # [windows]
         buckets = -(-len(texts) // self.rows_per_bucket)
         return {
             "chunks": token_buckets(self.encoder, texts, CHUNK_TOKENS, buckets, most=self.most),

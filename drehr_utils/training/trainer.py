@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
+from drehr_utils.errors import DataError
 from drehr_utils.training import losses
 from drehr_utils.training.encoders import RECOMPUTED_TOKENS, Rounded, embed_buckets, has_fast_bf16, skip_padding
 from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
@@ -245,6 +246,15 @@ def train(
     return fit(trainer, progress)
 
 
+def similarities(chunks: Tensor, entities: Tensor, windows: Tensor, of_chunk: Tensor, share: float) -> Tensor:
+    """S [chunks, entities] as search has it (search.windows.blended): a chunk's own cosine similarity and, by its
+    share, that of the best of its `windows` [windows, dim], of which `of_chunk` [windows] says whose each is."""
+    of_windows, whole = windows @ entities.T, chunks @ entities.T
+    rows = of_chunk[:, None].expand_as(of_windows)
+    best = torch.full_like(whole, -1.0).scatter_reduce(0, rows, of_windows, "amax")
+    return (1 - share) * whole + share * best
+
+
 def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, reference: Any = None) -> Tensor:
     """`contrastive_loss` of a batch that sampling.Collator made; with other texts in it, `config.keep` times how far
     they are from where the encoder `reference` puts them is added."""
@@ -252,7 +262,12 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, refere
     masks = inputs["known"], config, inputs["left_out"], inputs["hard"]
     if config.gather_negatives:
         chunks, entities = (gathered(own, n) for own, n in zip((chunks, entities), inputs["known"].shape, strict=True))
-    loss = contrastive_loss(chunks @ entities.T, inputs["columns"], *masks)
+    if "windows" in inputs:
+        windows = embed_buckets(model, inputs["windows"], config.recompute)
+        S = similarities(chunks, entities, windows, inputs["of_chunk"], config.windows)
+    else:
+        S = chunks @ entities.T
+    loss = contrastive_loss(S, inputs["columns"], *masks)
     if "others" in inputs:
         with torch.no_grad(), torch.autocast(chunks.device.type, torch.bfloat16, enabled=has_fast_bf16()):
             before = embed_buckets(reference, inputs["others_before"])
@@ -274,10 +289,13 @@ def train_stage(
     `reference`: the encoder whose embeddings of the data's other texts `config.keep` holds on to."""
     if config.keep and reference is None:
         raise ValueError("StageConfig.keep: give train_stage the reference encoder whose embeddings are kept")
+    if config.windows and config.gather_negatives:
+        raise DataError("StageConfig.windows: with gather_negatives each process would lack the others' windows")
     schedule = batch_schedule(data.note_ids, config)
     skip_padding(encoder)
     share, most = ranks() if config.gather_negatives else (0, 1), RECOMPUTED_TOKENS if config.recompute else None
-    collator = Collator(encoder, data.graph.concepts_of, most=most, reference=reference, share=share)
+    own = {"most": most, "reference": reference, "windows": config.windows > 0, "share": share}
+    collator = Collator(encoder, data.graph.concepts_of, **own)
     loss = partial(batch_loss, config=config, reference=reference)
     pairs = PositivePairs(data, config)
     return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)

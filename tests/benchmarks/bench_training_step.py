@@ -16,8 +16,13 @@ both; a speed-up is the ratio within one batch. Four batches come first, untimed
 step needs.
 
 The share is of the rate of square bf16 matrix products of the best size, timed before each of our steps. Operations
-are those of the encoder's matrix products, forward and backward, padding included. Where CUDA is, batches are 32 x 128
-and the prefix is train_gpu_ (not tried yet).
+are those of the encoder's matrix products, forward and backward, padding included, what is computed twice counted once.
+
+Where CUDA is, batches are 32 x 128 and the prefix is train_gpu_; a third step, plain_bf16, is the plain one under bf16
+autocast; and DR.EHR-large's, 16 x 32 with adapters on a decoder of Mistral-7B's shape with random weights, comes with
+train_gpu_large_: each layer is computed again in the backward pass, and the frozen weights are bf16, but float32 for
+the plain step. There collating is left out of all steps' seconds, as a profile's `loaders` do it beside the training,
+and stands in its own row.
 
 `--write`: also figures/benchmarks/training_step.json."""
 
@@ -50,7 +55,10 @@ from drehr_utils.training.sampling import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS, WARM, PRODUCTS = ("ours", "plain"), 4, (1024, 2048, 4096)  # untimed batches; sides of square matrices
+HALF, GPU_PRODUCTS = "plain_bf16", (4096, 8192)
 BGE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+LARGE = "large"  # the default MistralConfig is Mistral-7B's; data/profiles/mimic-large.toml has the instruction
+INSTRUCTION = "Instruct: Given the medical entity, retrieve relevant paragraphs of patients' medical records\nQuery: "
 
 
 def plain_collate(rows: Sequence[Row], encoder: SentenceTransformer) -> dict:
@@ -59,10 +67,12 @@ def plain_collate(rows: Sequence[Row], encoder: SentenceTransformer) -> dict:
     def padded(texts: list[str], limit: int) -> dict[str, Tensor]:
         return dict(encoder.tokenizer(texts, truncation=True, max_length=limit, padding=True, return_tensors="pt"))
 
-    drawn = [term for row in rows for term in row.drawn]
+    prompt = encoders.query_prompt(encoder)
+    before = len(encoder.tokenizer(prompt)["input_ids"]) if prompt else 0
+    drawn = [prompt + term for row in rows for term in row.drawn]
     return {
         "chunks": padded([row.text for row in rows], encoders.CHUNK_TOKENS),
-        "entities": padded(drawn, encoders.ENTITY_TOKENS),
+        "entities": padded(drawn, before + encoders.ENTITY_TOKENS),
     }
 
 
@@ -79,10 +89,17 @@ def plain_loss(model: torch.nn.Module, inputs: dict) -> Tensor:
 def work(inputs: dict, encoder: SentenceTransformer) -> dict[str, float]:
     """Of a collated batch of either step: tokens, those with padding, and the teraflop of a training step's products.
 
-    Forward, a layer of width h and inner width i takes 2 (4 h² + 2 h i) operations a token for its linear maps and
-    4 h for each other token of the padded text for attention; backward takes both twice more."""
-    size = encoder[0].auto_model.config
-    h, inner = size.hidden_size, size.intermediate_size
+    Forward, a token takes 2 operations for each weight of the layers' linear maps, and a layer of width h takes 4 h for
+    each other token that it sees of the padded text, for attention; backward takes both twice more, once more where
+    the weights are frozen under adapters, which are left out."""
+    size, layers = encoder[0].auto_model.config, encoder[0].auto_model.named_modules()
+    linear = sum(
+        part.weight.numel()
+        for name, part in layers
+        if isinstance(part, torch.nn.Linear) and "layer" in name and "lora_" not in name
+    )
+    h, adapters = size.hidden_size, any("lora_" in name for name, _ in encoder.named_parameters())
+    seen = 0.5 if size.model_type == "mistral" else 1.0
     tokens, read = 0, []  # of each text, its tokens with padding
     for batch in (batch for part in ("chunks", "entities") for batch in buckets(inputs[part])):
         if "cu_seq_lens_q" in batch:  # encoders.skip_padding
@@ -91,8 +108,8 @@ def work(inputs: dict, encoder: SentenceTransformer) -> dict[str, float]:
         else:
             mask = batch["attention_mask"]
             tokens, read = tokens + int(mask.sum()), read + [mask.shape[1]] * len(mask)
-    flop = sum(n * (2 * (4 * h * h + 2 * h * inner) + 4 * h * n) for n in read)
-    return {"tokens": tokens, "padded": sum(read), "tflop": 3 * size.num_hidden_layers * flop / 1e12}
+    flop = sum(n * (2 * linear + 4 * h * size.num_hidden_layers * seen * n) for n in read)
+    return {"tokens": tokens, "padded": sum(read), "tflop": (2 if adapters else 3) * flop / 1e12}
 
 
 def buckets(part: dict | list) -> list[dict]:
@@ -102,7 +119,7 @@ def buckets(part: dict | list) -> list[dict]:
 def product_tflops(device: str, repeats: int = 5) -> float:
     """The rate of square bf16 matrix products, teraflop a second: the median of a few, of the best of the sizes."""
     rates = []
-    for size in PRODUCTS:
+    for size in GPU_PRODUCTS if device == "cuda" else PRODUCTS:
         a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
         a @ b
         seconds = []
@@ -129,7 +146,7 @@ class Turns(TrainerCallback):
         self.collating, self.work = 0.0, {}
 
     def on_train_begin(self, *_, **__):
-        if self.kind == "plain":  # prepare_for_training has taken another
+        if self.kind != "ours":  # prepare_for_training has taken another
             self.encoder[0].auto_model.set_attn_implementation(self.attention)
 
     def collate(self, rows: list[Row], collator: Callable[[list[Row]], dict]) -> dict:
@@ -145,9 +162,11 @@ class Turns(TrainerCallback):
         self.start, self.cpu = now(self.device), time.process_time()
 
     def on_step_end(self, *_, **__):
-        seconds = now(self.device) - self.start + self.collating
+        beside = self.device == "cuda"
+        seconds = now(self.device) - self.start + (0.0 if beside else self.collating)
         cpu = time.process_time() - self.cpu + self.collating
-        self.tell({"s": seconds, "cpu_s": cpu, "bf16_tflops": self.tflops} | self.work)
+        step = {"s": seconds, "cpu_s": cpu, "collate_s": self.collating, "bf16_tflops": self.tflops}
+        self.tell(step | self.work)
 
 
 def steps(
@@ -167,7 +186,9 @@ def steps(
         encoders.skip_padding(encoder)
         collator, loss, settings = sampling.Collator(encoder), partial(trainer.batch_loss, config=config), {}
     else:
-        collator, loss, settings = partial(plain_collate, encoder=encoder), plain_loss, {"bf16": False}
+        collator, loss, settings = partial(plain_collate, encoder=encoder), plain_loss, {"bf16": kind == HALF}
+    if encoder[0].auto_model.config.model_type == "mistral":
+        settings["activation_checkpointing"] = True
     collate = partial(turns.collate, collator=collator)
     with tempfile.TemporaryDirectory() as output:
         curve = trainer.train(
@@ -200,12 +221,34 @@ def random_bert(folder: Path, size: dict[str, int]) -> Path:
     return folder
 
 
+def random_decoder(place: Path, kind: str) -> SentenceTransformer:
+    """Mistral-7B's shape with random weights, MiniLM's tokenizer, the last token's state, and adapters. It is made
+    where it trains: one of a single layer is what is loaded."""
+    from transformers import MistralConfig, MistralModel
+
+    config, folder = MistralConfig(), place / f"{LARGE}-{kind}"
+    tokenizer = encoders.load_encoder(MINILM).tokenizer
+    MistralModel(MistralConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    encoder = encoders.load_encoder(folder, "lasttoken", instruction=INSTRUCTION)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if kind == "plain" else torch.bfloat16)
+    with torch.device(encoder.device):
+        encoder[0].model = MistralModel(config)
+    torch.set_default_dtype(torch.float32)
+    encoders.add_lora(encoder)
+    return encoder
+
+
 def worker(kind: str, model: str, place: Path) -> None:
     """Takes a step at each line that it is sent; its answers go to what was standard output at the start."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the trainer prints
     batches = pickle.loads((place / "batches.pickle").read_bytes())
-    encoder = encoders.load_encoder(model) if model == MINILM else encoders.load_encoder(Path(model), "cls")
+    if model == LARGE:
+        encoder = random_decoder(place, kind)
+    else:
+        encoder = encoders.load_encoder(model) if model == MINILM else encoders.load_encoder(Path(model), "cls")
 
     def tell(step: dict) -> None:
         if torch.cuda.is_available():
@@ -222,13 +265,17 @@ def worker(kind: str, model: str, place: Path) -> None:
     print(json.dumps(values), file=answers, flush=True)
 
 
-def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path) -> dict[str, float | int | str]:
-    """Both steps on each batch in turn, the first WARM of which don't count."""
+def take_turns(
+    prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path, kinds: Sequence[str] = KINDS
+) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
+    """Steps of these kinds on each batch in turn: what each of them told of each batch, and its losses."""
     (place / "batches.pickle").write_bytes(pickle.dumps(batches))
-    workers, told = {}, {kind: [] for kind in KINDS}
-    for kind in KINDS:
+    workers, told = {}, {kind: [] for kind in kinds}
+    settings = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # batches differ in size
+    for kind in kinds:
         command = [sys.executable, __file__, "--worker", kind, "--model", model, "--place", str(place)]
-        workers[kind] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        workers[kind] = subprocess.Popen(command, text=True, env=settings, **pipes)
     try:
         for number in range(1 - WARM, len(batches) + 1 - WARM):
             for kind, process in workers.items():
@@ -238,16 +285,19 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
                     raise SystemExit(f"{prefix}: the {kind} step ended early, for want of memory perhaps; see above")
                 told[kind].append(json.loads(line))
             if number > 0:
-                took = {kind: told[kind][-1]["s"] for kind in KINDS}
-                said = (
-                    f"ours {took['ours']:.2f} s, plain {took['plain']:.2f} s, {took['plain'] / took['ours']:.2f} times"
-                )
+                took = {kind: told[kind][-1]["s"] for kind in kinds}
+                said = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in took.items())
                 print(f"{prefix} batch {number} of {len(batches) - WARM}: {said}", flush=True)
-        final = {kind: json.loads(process.stdout.readline())[WARM:] for kind, process in workers.items()}
+        return told, {kind: json.loads(process.stdout.readline()) for kind, process in workers.items()}
     finally:
         for process in workers.values():
             process.stdin.close()  # after which one that still waits ends
             process.wait()
+
+
+def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Path) -> dict[str, float | int | str]:
+    """Both steps' figures, of all batches but the first WARM; on a GPU the plain one under bf16 as well."""
+    told, final = take_turns(prefix, model, batches, place)
     ours, plain = told["ours"][WARM:], told["plain"][WARM:]
     ratios = [b["s"] / a["s"] for a, b in zip(ours, plain, strict=True)]
 
@@ -274,8 +324,8 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
         "own_tokens_per_s": round(median(step["tokens"] / step["s"] for step in ours)),  # those that were encoded
         "mb": round(ours[-1]["mb"]),  # the whole process's, at its peak; a GPU's own
         "plain_mb": round(plain[-1]["mb"]),
-        "loss": median(final["ours"]),
-        "plain_loss": median(final["plain"]),
+        "loss": median(final["ours"][WARM:]),
+        "plain_loss": median(final["plain"][WARM:]),
         "batches": len(batches) - WARM,
         "chunks": len(batches[0]),
         "positives": len(batches[0][0].drawn),
@@ -285,6 +335,19 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {processor()}, Python {platform.python_version()}",
     }
     if torch.cuda.is_available():
+        again, losses_of = take_turns(prefix, model, batches, place, ("ours", HALF))  # three at once need more memory
+        beside, half = again["ours"][WARM:], again[HALF][WARM:]
+        result |= {
+            "collate_s": median(step["collate_s"] for step in ours),
+            "plain_collate_s": median(step["collate_s"] for step in plain),
+            "plain_bf16_step_s": median(step["s"] for step in half),
+            "speedup_on_bf16": median(b["s"] / a["s"] for a, b in zip(beside, half, strict=True)),
+            "plain_bf16_share_of_bf16": median(
+                b["tflop"] / b["s"] / a["bf16_tflops"] for a, b in zip(beside, half, strict=True)
+            ),
+            "plain_bf16_mb": round(half[-1]["mb"]),
+            "plain_bf16_loss": median(losses_of[HALF][WARM:]),
+        }
         result["machine"] = f"{torch.cuda.get_device_name()}; {result['machine']}"
     return {prefix + key: value for key, value in result.items()}
 
@@ -300,9 +363,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=6, help="for MiniLM; 0: none")
     parser.add_argument("--bge-batches", type=int, default=2, help="for bge-base's shape; 0: none")
+    parser.add_argument("--large-batches", type=int, default=3, help="for DR.EHR-large's, on a GPU; 0: none")
     parser.add_argument("--chunks", type=int, default=32, help="of each batch")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=(*KINDS, HALF), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -315,6 +379,9 @@ def main() -> None:
     batches = open_batches(WARM + max(options.batches, options.bge_batches), positives)
     batches = [batch[: options.chunks] for batch in batches]
     with tempfile.TemporaryDirectory() as place:
+        if gpu and options.large_batches:
+            large = [batch[:16] for batch in open_batches(WARM + options.large_batches, 32)]
+            result |= measure(f"{prefix}large_", LARGE, large, Path(place))
         if options.batches:
             result |= measure(prefix, MINILM, batches[: WARM + options.batches], Path(place))
         if options.bge_batches:

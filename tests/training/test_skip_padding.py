@@ -1,7 +1,7 @@
 """Texts end to end, with nothing of them padding (§4.2's batches of 4,096 names on a GPU with FlashAttention).
 
-`flash-attn` has no kernel for a CPU. Here its one function that sentence-transformers and transformers call for such
-texts is written out, text by text: what they hand it, and what becomes of its answer, is as it would be on a GPU."""
+Neither `flash-attn` nor torch has a kernel for a CPU. Here the one function of each that is called for such texts is
+written out, text by text: what it is handed, and what becomes of its answer, is as it would be on a GPU."""
 
 import sys
 from dataclasses import replace
@@ -40,9 +40,21 @@ def varlen(
     return torch.cat(out, dim=1).transpose(0, 1)
 
 
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """The package, as far as it is called, and a device that is said to be its."""
+def own_kernel(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, debug, scale):
+    """torch's, as varlen_attention calls it: the output comes first of five."""
+    return varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, scale, causal), None, None, None, None
+
+
+@pytest.fixture(params=["flash-attn", "torch"])
+def flash_attn(request, monkeypatch):
+    """The package, or torch's own kernels, as far as they are called, and a device that is said to be theirs."""
+    monkeypatch.setattr(encoders, "has_fast_bf16", lambda: False)  # float32, unlike the kernels: to be compared closely
+    if request.param == "torch":
+        monkeypatch.setattr(encoders, "is_flash_attn_2_available", lambda: False)
+        monkeypatch.setattr(encoders, "has_own_kernels", lambda encoder: True)
+        monkeypatch.setattr(encoders, "HALF", (*encoders.HALF, torch.float32))
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", own_kernel)
+        return
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
     package.flash_attn_varlen_func, package.flash_attn_func = varlen, lambda *args, **settings: pytest.fail("padded")
     package.flash_attn_with_kvcache = padding.pad_input = padding.unpad_input = None
@@ -54,7 +66,6 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(rules, "general_availability_check", lambda: True)
     monkeypatch.setitem(rules, "supported_devices", ((lambda: True, "cpu"),))
     monkeypatch.setattr(encoders, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(encoders, "has_fast_bf16", lambda: False)  # float32, unlike its kernels: to be compared closely
 
 
 def encoder_of(folder, decoder: bool, pooling: str, lora: bool = False) -> SentenceTransformer:
@@ -146,8 +157,8 @@ def test_where_there_is_no_such_kernel_texts_are_padded():
     assert "attention_mask" in encoders.token_buckets(encoder, TEXTS, 512, 1)[0]
 
 
-@pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs a GPU and flash-attn")
-def test_two_steps_on_a_gpu_by_its_own_kernels(tmp_path):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_steps_on_a_gpu(tmp_path):
     """bge-base's layers: in bf16 the vectors are the padded ones' within its rounding, and it trains."""
     torch.manual_seed(0)
     BertModel(BertConfig(vocab_size=30522, num_hidden_layers=2)).save_pretrained(tmp_path / "start")

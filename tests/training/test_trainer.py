@@ -15,6 +15,7 @@ from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import load_profile
+from drehr_utils.search import windows
 from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.positives import STAGE2_SOURCES, PositiveSets
 from drehr_utils.training.sampling import TrainingSet, batch_schedule, draw_positives
@@ -131,6 +132,34 @@ def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path, adapters):
     assert {p.dtype for p in after.values()} == {torch.float32}
     moved = torch.cat([(after[name] - p).abs().flatten() for name, p in start.items()])
     assert moved[moved > 0].median().item() == pytest.approx(CONFIG.learning_rate, rel=0.01)  # AdamW's first step
+
+
+def test_windows_are_trained_on_as_they_are_searched_with():
+    """The loss of a batch with windows is that of the similarities that search.windows computes, chunk by chunk."""
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    config = replace(CONFIG, windows=0.25)
+    trainer.prepare_for_training(encoder, config)
+    long = " ".join(["the patient was seen and"] * 6) + " lasix was begun " + " ".join(["without any events"] * 6)
+    terms = [["furosemide", "heart failure"], ["edema", "furosemide"], ["fever", "cough"]]
+    texts = [long, "edema, lasix", "fever and cough for three days " * 4]
+    rows = [sampling.Row(text, drawn, drawn) for text, drawn in zip(texts, terms, strict=True)]
+    batch = sampling.Collator(encoder, windows=True)(rows)
+    names = list(dict.fromkeys(sum(terms, [])))
+    of_names, of_texts = encoders.encode(encoder, names), encoders.encode(encoder, texts)
+    best = windows.best_windows(of_names, *windows.encode_windows(encoder, texts))
+    expected = torch.from_numpy(windows.blended(of_names @ of_texts.T, best, 0.25).T)
+    masks = batch["columns"], batch["known"], config, batch["left_out"], batch["hard"]
+    with torch.no_grad():
+        ours = trainer.batch_loss(encoder.eval(), batch, config)
+        whole = trainer.batch_loss(encoder, sampling.Collator(encoder)(rows), config)
+    assert ours.item() == pytest.approx(trainer.contrastive_loss(expected, *masks).item(), rel=1e-5)
+    assert abs(ours.item() - whole.item()) > 1e-4
+
+
+def test_windows_and_gathered_negatives_are_not_joined(tmp_path):
+    encoder = pipeline.starting_encoder(load_profile("smoke"))
+    with pytest.raises(DataError, match="each process would lack the others' windows"):
+        trainer.train_stage(encoder, None, replace(CONFIG, windows=0.5, gather_negatives=True), tmp_path)
 
 
 def test_gradients_equal_those_of_every_entity_encoded_by_itself():

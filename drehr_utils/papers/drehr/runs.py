@@ -4,9 +4,9 @@
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
-In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes, of ablations and
-of other notes: scores-sizes.csv.gz, -ablations, -notes) holds every search's scores, a column a training;
-<row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
+In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes, of ablations, of
+other notes and by windows: scores-sizes.csv.gz, -ablations, -notes, -windows) holds every search's scores, a column a
+training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
 another, and copy data/runs from there. On two cores, two of them at once with one thread each
@@ -61,6 +61,7 @@ def scores_file(profile: Profile, row: str) -> Path:
     """A file a family of rows: a new record makes only those notebooks out of date that read its family."""
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
     families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
+    families["-windows"] = systems.by_windows(profile)
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 
@@ -123,7 +124,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     guarded = candidate or row in systems.table4(profile) and not systems.is_hybrid(row)
     for split in SPLITS[: 1 if candidate else 2]:
         bench = pipeline.benchmark(profile, split)
-        scores = (rivals.hybrid_scores if systems.is_hybrid(row) else pipeline.model_scores)(profile, model, bench)
+        scores = systems.scores(profile, row, model, bench)
         found[split] = metrics.per_search(bench, scores)
         if seed == 0 and row in systems.table4(profile) | systems.sizes(profile):
             write_runs(profile, row, bench, scores, split)

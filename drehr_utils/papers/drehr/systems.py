@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from drehr_utils import pipeline
 from drehr_utils.config import Recipe, StageConfig
 from drehr_utils.data import public_data
+from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals
 from drehr_utils.pipeline import IMPROVED, PUBLISHED, WITHOUT_STAGE1
 from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.search import hybrid
 from drehr_utils.training import weights
 
 EQUATIONS, SHORTER = "DR.EHR (equations)", "DR.EHR w/o stage I, stage II's steps"
 GPU = "DR.EHR, GPU"  # in batches of 256: another experiment than 32, not the same one sooner
+BY_WINDOWS, HYBRID_BY_WINDOWS = "DR.EHR (by windows)", "DR.EHR (hybrid, by windows)"  # trained on them, as searched
 REAL = {  # notes; public_data has them
     PUBLISHED: "DR.EHR (open + real)",
     IMPROVED: "DR.EHR (improved, open + real)",
@@ -55,6 +60,20 @@ def table4(profile: Profile) -> dict[str, Recipe]:
         REAL[IMPROVED]: _as_long(profile, profile.improved),
         REAL[rivals.HYBRID]: _as_long(profile, profile.improved),
     }
+
+
+def by_windows(profile: Profile) -> dict[str, Recipe]:
+    """The improved recipe with windows in its loss as in search, half of a chunk's similarity, for twice the steps."""
+    recipe = profile.improved.each(lambda stage: replace(stage, windows=0.5, epochs=2 * stage.epochs))
+    return {BY_WINDOWS: recipe, HYBRID_BY_WINDOWS: recipe}
+
+
+def scores(profile: Profile, row: str, model: Path, bench: Benchmark) -> np.ndarray:
+    """A trained row's, [queries, chunks], as the row searches: with windows, joined with strings and the graph."""
+    if row in by_windows(profile):
+        grid = hybrid.WINDOWS_GRID if is_hybrid(row) else hybrid.WINDOWS_ALONE
+        return rivals.hybrid_scores(profile, model, bench, grid)
+    return (rivals.hybrid_scores if is_hybrid(row) else pipeline.model_scores)(profile, model, bench)
 
 
 def is_hybrid(row: str) -> bool:
@@ -131,7 +150,7 @@ def lacking(profile: Profile, row: str) -> str | None:
 
 
 def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, other sizes', the ablations of Tables 5 and 6 at their share of the steps, the
-    learning curve's, and the candidates of the search, which are scored on dev alone."""
+    """Every trained row: Table 4's, other sizes', those by windows, the ablations of Tables 5 and 6 at their share of
+    the steps, the learning curve's, and the candidates of the search, which are scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    return tables | fewer_notes(profile) | recipe_search.candidates(profile)
+    return tables | by_windows(profile) | fewer_notes(profile) | recipe_search.candidates(profile)
