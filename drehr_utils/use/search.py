@@ -31,7 +31,8 @@ if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help a
     from drehr_utils.search.index import Hit
 
 INDEX, MODEL = Path("drehr-index"), Path("drehr-model")
-SHIPPED = ROOT / "data/models/drehr-improved"
+SHIPPED = ROOT / "data/models/drehr-by-windows"  # what a search asks
+IMPROVED = ROOT / "data/models/drehr-improved"  # for whole texts, and what a training goes on from
 
 
 def inside(model: Path) -> Path:
@@ -158,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     own = commands.add_parser("train", help="train an encoder on notes, to index them with", formatter_class=_FORMAT)
     own.set_defaults(run=train)
     own.add_argument("--out", type=Path, default=MODEL, metavar="FOLDER", help=f"({MODEL})")
-    own.add_argument("--from", type=Path, default=SHIPPED, dest="start", metavar="MODEL", help="what goes on "
+    own.add_argument("--from", type=Path, default=IMPROVED, dest="start", metavar="MODEL", help="what goes on "
                      "training, like --model; minilm: an encoder that saw no notes (the shipped hybrid)")  # fmt: skip
     own.add_argument("--steps", type=_number, metavar="N", help="(6 times all chunks, but at most 100 steps)")
     own.add_argument("--batch", type=_number, default=32, metavar="N", help="chunks a step (32)")

@@ -32,7 +32,7 @@ from drehr_utils.papers.radiology.retrieval import Score, bm25, query_values, re
 from drehr_utils.profiles import Profile
 from drehr_utils.search.hybrid import Hybrid
 from drehr_utils.training import encoders
-from drehr_utils.use.search import SHIPPED
+from drehr_utils.use.search import IMPROVED
 
 RECORD = Record("transfer.csv")
 SBERT = "SBERT (radiology)"
@@ -57,7 +57,7 @@ def towers(queries: SentenceTransformer, texts: SentenceTransformer | None = Non
 
 
 def _hybrid(profile: Profile) -> Score:
-    hybrid = Hybrid.load(SHIPPED, pipeline.knowledge_graph(profile))
+    hybrid = Hybrid.load(IMPROVED, pipeline.knowledge_graph(profile))
     return lambda asked, searched: hybrid.index(searched).scores(asked)
 
 
@@ -81,7 +81,7 @@ def retrievers(profile: Profile) -> dict[str, Callable[[], Score]]:
     }
     for system in (pipeline.PUBLISHED, pipeline.IMPROVED):
         found[pipeline.row_name(profile, system)] = lambda s=system: load(pipeline.trained_model(profile, s)[0])
-    found |= {pipeline.IMPROVED: lambda: load(SHIPPED), rivals.HYBRID_WINDOWS: lambda: _hybrid(profile)}
+    found |= {pipeline.IMPROVED: lambda: load(IMPROVED), rivals.HYBRID_WINDOWS: lambda: _hybrid(profile)}
     single = [f"{graph} {kind}" for graph in (kg.ICD10, *kg.graphs(profile)) for kind in ("Syn", "Graph")]
     for name in (*single, kg.COMB):
         found[name] = lambda n=name: load(kg.train(profile, n)[0])
