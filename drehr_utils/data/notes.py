@@ -207,6 +207,12 @@ def chunk_words(words: list[str], size: int = CHUNK_WORDS, overlap: int = OVERLA
     return [words[start : start + size] for start in starts]
 
 
+def windows(text: str, width: int = WINDOW_WORDS) -> list[str]:
+    """The text's runs of so many words, one every half of them; at least one, and the last may be shorter."""
+    words, step = text.split(), max(width // 2, 1)
+    return [" ".join(words[at : at + width]) for at in range(0, max(len(words) - step, 1), step)]
+
+
 def chunk_note(note: Note) -> list[Chunk]:
     """The cleaned note's chunks, ids `<note_id>_<k>`."""
     words = clean(note.text).split(" ")
@@ -215,12 +221,6 @@ def chunk_note(note: Note) -> list[Chunk]:
 
 SPLITS = ("train", "dev", "test")
 KEPT_SHARE = 0.02  # of the patients, for dev and for test each, where no table says who is in which split
-
-
-def windows(text: str, width: int = WINDOW_WORDS) -> list[str]:
-    """The text's runs of so many words, one every half of them; at least one, and the last may be shorter."""
-    words, step = text.split(), max(width // 2, 1)
-    return [" ".join(words[at : at + width]) for at in range(0, max(len(words) - step, 1), step)]
 
 
 def note_tables(folder: Path) -> list[Path]:

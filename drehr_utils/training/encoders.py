@@ -176,8 +176,8 @@ def varlen_attention(
 
 
 def has_own_kernels(encoder: SentenceTransformer) -> bool:
-    """Whether torch brings varlen_attention's kernels for the encoder's device."""
-    return encoder.device.type == "cuda"
+    """Whether torch brings varlen_attention's kernels for the encoder's device: NVIDIA's from Ampere on."""
+    return encoder.device.type == "cuda" and torch.cuda.get_device_capability(encoder.device) >= (8, 0)
 
 
 def skip_padding(encoder: SentenceTransformer) -> bool:

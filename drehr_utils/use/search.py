@@ -76,7 +76,7 @@ def make_index(options: argparse.Namespace) -> None:
     from drehr_utils.search.index import NoteIndex, is_new
 
     if is_new(options.index):
-        hybrid = hybrid_of(options.model or SHIPPED)
+        hybrid = hybrid_of(options.model or (IMPROVED if options.no_windows else SHIPPED))
         if options.no_windows:
             hybrid.weights = replace(hybrid.weights, windows=0.0)
         index = NoteIndex.create(options.index, hybrid)

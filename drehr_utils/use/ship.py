@@ -69,8 +69,8 @@ of the row `DR.EHR (improved)` in the project's Table 4, which is the mean of th
 first; it was trained anew, and comes out within half a point of that row. `DR.EHR (hybrid)` joins encoders of this
 recipe with strings and the graph; `DR.EHR (hybrid, windows)` is this encoder's, and looks at each chunk's windows of
 twelve words as well.""",
-        searched="""Use it for whole texts. A search joins it with the graph's names, BM25 and windows (README); drehr-by-windows was
-trained for that, and finds more.""",
+        searched="""Use it for whole texts. A search joins it with the
+graph's names, BM25 and windows (README); drehr-by-windows was trained for that, and finds more.""",
         limits="""On the seventh of
 MedQuAD that was looked at, the recipe's three records find no fewer first passages than the encoder they start from,
 and about a point fewer among the first five (untested); on the rest a shorter training is not shown to lose (notebook
@@ -81,10 +81,12 @@ and about a point fewer among the first five (untested); on the rest a shorter t
         about="""It was trained as it
 is searched: a chunk's similarity is half its own and half that of its best window of twelve words (notebook 08,
 "Trained on windows"). It is the record `DR.EHR (by windows)` of the project's Table 4.""",
-        searched="""Use it with windows (`drehr_utils.search.windows`), or by `drehr-search` (README), which asks it and joins it with
-the graph's names and BM25: a whole chunk's one vector is poorer than drehr-improved's.""",
-        limits="""What it lost on
-other text was not measured beyond a sample of MedQuAD (the record has it).""",
+        searched="""Use it with windows
+(`drehr_utils.search.windows`), or by `drehr-search` (README), which joins it with the graph's names and BM25 as well: a
+whole chunk's one vector is poorer than drehr-improved's.""",
+        limits="""On the seventh of
+MedQuAD that was looked at, it finds no fewer first passages than the encoder it starts from, and half a point fewer
+among the first five (untested). Half of the texts held in place in training have that benchmark's form of query.""",
         option=" --windows",
     ),
 }

@@ -70,6 +70,15 @@ def test_an_index_of_an_encoder_has_windows_unless_told(folder, model, tmp_path,
     assert "has windows already" in capsys.readouterr().err
 
 
+def test_one_vector_a_chunk_is_of_the_encoder_for_whole_texts(folder, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(search, "IMPROVED", model)
+    monkeypatch.setattr(search, "SHIPPED", tmp_path / "trained-on-windows")
+    search.main(["index", str(folder), "--index", str(tmp_path / "whole"), "--no-windows"])
+    with pytest.raises(SystemExit):
+        search.main(["index", str(folder), "--index", str(tmp_path / "windows")])
+    assert "trained-on-windows" in capsys.readouterr().err
+
+
 def test_an_index_among_the_notes_is_no_note(folder, model, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "C.TXT").write_text("Wrist pain.")

@@ -18,11 +18,14 @@ from drehr_utils.search.index import NoteIndex
 from drehr_utils.use import search, ship
 
 pytest.importorskip("lancedb")
+FOLDERS = (search.IMPROVED, search.SHIPPED)
+NAMES = [folder.name for folder in FOLDERS]
 
 
-def test_the_weights_are_halves_that_compute_in_single_precision():
-    assert {t.dtype for t in load_file(search.SHIPPED / "model.safetensors").values()} == {torch.float16}
-    encoder = SentenceTransformer(str(search.SHIPPED))
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_the_weights_are_halves_that_compute_in_single_precision(folder):
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    encoder = SentenceTransformer(str(folder))
     assert next(encoder.parameters()).dtype == torch.float32
     near, far = encoder.similarity(encoder.encode(["keppra 500 bid"]), encoder.encode(["levetiracetam", "knee pain"]))[
         0
@@ -45,16 +48,11 @@ def index(bench, tmp_path_factory):
     return index
 
 
-@pytest.fixture(scope="module")
-def shipped():
-    """The benchmark's own code on the shipped folder."""
-    return ship.figures(load_profile("open"), search.SHIPPED, "test")
-
-
 @pytest.mark.slow
-def test_the_card_and_table_4_have_the_figures_of_the_shipped_weights(shipped):
-    card, table = (search.SHIPPED / "README.md").read_text(), tables.read_table("drehr_table4", tables.FOLDER)
-    for row, values in shipped.items():
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_the_card_and_table_4_have_the_figures_of_the_shipped_weights(folder):
+    card, table = (folder / "README.md").read_text(), tables.read_table("drehr_table4", tables.FOLDER)
+    for row, values in ship.figures(load_profile("open"), folder, "test").items():
         (line,) = re.findall(rf"^\| {re.escape(row)}, test \|(.*)\|$", card, re.MULTILINE)
         assert [float(cell) for cell in line.split("|")] == pytest.approx(values, abs=0.051)
         cells = table[table["system"] == row]  # of the first training; these weights are another machine's
