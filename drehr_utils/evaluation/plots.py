@@ -122,8 +122,10 @@ def dot_interval_plot(
     if chance:
         shown.append(plt.Line2D([], [], color="#666666", linestyle=":", label="chance"))
     fig.legend(handles=shown, loc="outside upper right", ncols=len(shown))
-    fig.draw_without_rendering()  # lays the panels out; the label belongs in the middle of them, not of the figure
-    label.set_x((axes[0, 0].get_position().x0 + axes[0, -1].get_position().x1) / 2)
+    fig.draw_without_rendering()  # lays the panels out; the label belongs in the middle of them, where it has the room
+    middle = (axes[0, 0].get_position().x0 + axes[0, -1].get_position().x1) / 2
+    half = label.get_window_extent().width / fig.bbox.width / 2
+    label.set_x(max(half, min(middle, 0.995 - half)))
     return fig
 
 

@@ -65,7 +65,9 @@ def digests(notebook: Mapping[str, Any], log: Iterable[str], root: Path) -> dict
 
 
 def changed(path: Path, root: Path) -> list[str]:
-    """What the notebook's outputs no longer belong to, each in words; empty if they are of what lies here."""
+    """What the notebook's outputs no longer belong to, each in words; empty if they are of what lies here.
+
+    A text that lay among what was read, a model's card, may change as a notebook's prose may."""
     with naming(path, "restore it from git, or run ./run_all.sh"):
         notebook = json.loads(path.read_bytes())
         kept = notebook["metadata"].get("drehr")
@@ -74,6 +76,8 @@ def changed(path: Path, root: Path) -> list[str]:
         said = [] if kept["cells"] == _cells(notebook) else ["its code cells have changed"]
         for kind in ("read", "wrote"):
             for name, digest in kept[kind].items():
+                if kind == "read" and name.endswith(".md"):
+                    continue
                 if not (root / name).is_file():
                     said.append(f"{name}, which it {kind}, is gone")
                 elif _sha256((root / name).read_bytes()) != digest:

@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     own.set_defaults(run=train)
     own.add_argument("--out", type=Path, default=MODEL, metavar="FOLDER", help=f"({MODEL})")
     own.add_argument("--from", type=Path, default=IMPROVED, dest="start", metavar="MODEL", help="what goes on "
-                     "training, like --model; minilm: an encoder that saw no notes (the shipped hybrid)")  # fmt: skip
+                     "training, like --model; minilm: an encoder that saw no notes (drehr-improved)")  # fmt: skip
     own.add_argument("--steps", type=_number, metavar="N", help="(6 times all chunks, but at most 100 steps)")
     own.add_argument("--batch", type=_number, default=32, metavar="N", help="chunks a step (32)")
     answers = own.add_mutually_exclusive_group()

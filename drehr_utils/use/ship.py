@@ -70,7 +70,7 @@ first; it was trained anew, and comes out within half a point of that row. `DR.E
 recipe with strings and the graph; `DR.EHR (hybrid, windows)` is this encoder's, and looks at each chunk's windows of
 twelve words as well.""",
         searched="""Use it for whole texts. A search joins it with the
-graph's names, BM25 and windows (README); drehr-by-windows was trained for that, and finds more.""",
+graph's names, BM25 and windows (README); drehr-by-windows was trained for that, and finds a little more.""",
         limits="""On the seventh of
 MedQuAD that was looked at, the recipe's three records find no fewer first passages than the encoder they start from,
 and about a point fewer among the first five (untested); on the rest a shorter training is not shown to lose (notebook

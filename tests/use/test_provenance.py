@@ -52,6 +52,8 @@ def test_a_changed_or_missing_file_is_named(notebook, tmp_path, name, capsys):
 
 def test_code_counts_and_prose_does_not(notebook, tmp_path):
     nb = nbformat.read(notebook, as_version=4)
+    (tmp_path / "data/README.md").write_text("Other words.")
+    nb.metadata["drehr"]["read"]["data/README.md"] = "of the words before"
     nb.cells.insert(1, nbformat.v4.new_markdown_cell("More prose."))
     nbformat.write(nb, notebook)
     assert provenance.changed(notebook, tmp_path) == []
