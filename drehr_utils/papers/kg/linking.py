@@ -14,12 +14,15 @@ import simple_icd_10_cm as icd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import iter_rows, read_text_lines
+from drehr_utils.files import iter_rows, read_text_lines, tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg.tasks import Task, icd10_codes, icd10_description, icd10_parent, icd10_sections, text_key
+from drehr_utils.profiles import ROOT
 from drehr_utils.search.fusion import rank, tie_keys
 
 METRICS = {"R@1": 1, "R@25": 25}
+NCBI = "NCBI Disease"
+NCBI_DIGESTS = ROOT / "data/ncbi_disease_digests.tsv"  # of its mentions, and of their concepts' names in MeSH
 REPEATED = "repeats another (mention, concept) pair"
 
 
@@ -159,7 +162,7 @@ def load_ncbi_disease(graph: KnowledgeGraph, name: str) -> TestSet | None:
         else:
             mentions.append(Mention(f"N{len(mentions)}", document, text, frozenset([cui_of[concept]])))
         seen.add(key)
-    found = TestSet("NCBI Disease", name, dict(graph.cui2pt), {}, mentions, left_out)
+    found = TestSet(NCBI, name, dict(graph.cui2pt), {}, mentions, left_out)
     return replace(found, names={c: graph.synonyms(c) for c in found.gold})
 
 
@@ -211,6 +214,15 @@ def unseen_texts(test_sets: Iterable[TestSet], graph: str) -> set[str]:
         if test_set.graph != graph:
             texts |= {name for names in test_set.names.values() for name in names}
     return texts
+
+
+def unseen_digests(test_sets: Iterable[TestSet], graph: str) -> set[str]:
+    """Digests of the texts that NCBI Disease would add to `unseen_texts`, where it isn't among the test sets: so tasks,
+    and what is trained on them, are the same with and without its files. None where it is."""
+    if NCBI in {test_set.name for test_set in test_sets}:
+        return set()
+    rows = (row for _, _, row in tab_rows(NCBI_DIGESTS, ("graph", "digest")))
+    return {row["digest"] for row in rows if row["graph"] != graph}
 
 
 # --- recall ---------------------------------------------------------------------------------------------------------

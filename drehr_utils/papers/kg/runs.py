@@ -20,12 +20,11 @@ import pandas as pd
 from drehr_utils import artifacts, files
 from drehr_utils.evaluation import records
 from drehr_utils.evaluation.records import REMAKE, Record
-from drehr_utils.papers.kg import systems
+from drehr_utils.papers.kg import linking, systems
 from drehr_utils.papers.kg.linking import TestSet
 from drehr_utils.profiles import Profile
 from drehr_utils.training import weights
 
-NCBI = "NCBI Disease"
 VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
 COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.recall's
 
@@ -155,8 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
     made = VALUES.read(profile)  # without these data every digest is another, and all would be made again
-    if len(made) and NCBI in set(made["group"]) - {t.name for t in systems.test_sets(profile)}:
-        parser.error(f"the records have {NCBI}, which isn't here: ./run_all.sh --public fetches it")
+    if len(made) and linking.NCBI in set(made["group"]) - {t.name for t in systems.test_sets(profile)}:
+        parser.error(f"the records have {linking.NCBI}, which isn't here: ./run_all.sh --public fetches it")
     if options.check:
         records.end_check(stale(profile))
     for system in options.only or known:

@@ -122,6 +122,11 @@ def whole_tasks(profile: Profile) -> dict[str, Task]:
     return {f"{name} {kind}": Task.from_pairs(f"{name} {kind}", name, made) for (name, kind), made in pairs.items()}
 
 
+def _unseen(task: Task, found: Sequence[TestSet]) -> Task:
+    """The task without what would keep the test sets from being zero-shot for it."""
+    return without_texts(task, linking.unseen_texts(found, task.graph), linking.unseen_digests(found, task.graph))
+
+
 @cache
 def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
     """Name -> (train, dev): the six, zero-shot for every test set by linking.unseen_texts, and the comb of them.
@@ -129,7 +134,7 @@ def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
     Where they are `mended`, ICD-10 Syn has its spellings capped, but not in the comb, on which rates were chosen."""
     split = {}
     for name, task in whole_tasks(profile).items():
-        task = without_texts(task, linking.unseen_texts(test_sets(profile), task.graph))
+        task = _unseen(task, test_sets(profile))
         task = down_sample(task, profile.kg.max_pairs or len(task), profile.seed)
         split[name] = split_pairs(task, profile.seed)
     parts = [part for name, part in split.items() if name != NAMES]
@@ -162,7 +167,7 @@ def _supervised_pairs(profile: Profile, train: TestSet) -> Task:
     whole, *others = test_sets(profile)
     pairs = ((m.text, whole.concepts[c]) for m in train.mentions for c in sorted(m.concepts))
     task = Task.from_pairs(SUPERVISED, whole.graph, pairs)
-    return without_texts(task, linking.unseen_texts(others, whole.graph))
+    return _unseen(task, others)
 
 
 def supervised_dev(profile: Profile) -> tuple[Task, TestSet]:

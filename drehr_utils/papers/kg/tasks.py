@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -156,10 +157,16 @@ def text_key(text: str) -> str:
     return " ".join(words(text))
 
 
-def without_texts(task: Task, left_out: Iterable[str]) -> Task:
-    """The task without pairs that have one of the texts, on either side; compared by text_key."""
+def text_digest(text: str) -> str:
+    """A text's key as 16 hexadecimal digits, for a text that may not be passed on."""
+    return hashlib.blake2b(text_key(text).encode(), digest_size=8).hexdigest()
+
+
+def without_texts(task: Task, left_out: Iterable[str], digests: Collection[str] = ()) -> Task:
+    """The task without pairs that have one of the texts, on either side; compared by text_key, or by text_digest."""
     keys = {text_key(text) for text in left_out}
-    seen = np.array([text_key(text) in keys for text in task.texts], dtype=bool)
+    seen = [text_key(text) in keys or (bool(digests) and text_digest(text) in digests) for text in task.texts]
+    seen = np.array(seen, dtype=bool)
     return task.take(np.flatnonzero(~(seen[task.mention] | seen[task.concept])))
 
 
