@@ -2,6 +2,12 @@
 # Makes the environment when there is none, then runs the notebooks (or the tests). See usage below.
 set -euo pipefail
 if [[ ${DREHR_PYTHON:-} == */* && $DREHR_PYTHON != /* ]]; then DREHR_PYTHON=$PWD/$DREHR_PYTHON; fi
+args=()
+for arg in "$@"; do # a profile's file is named from where one stands
+  if [[ $arg == *.toml && $arg != /* && -f $arg ]]; then arg=$PWD/$arg; fi
+  args+=("$arg")
+done
+set -- ${args[@]+"${args[@]}"}
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 usage() {

@@ -52,5 +52,7 @@ def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     elif type(value) is kind:
+        if at.endswith("encoder") and (own := folder / Path(value).expanduser()).is_dir():  # a hub's name, or a folder
+            return str(own)
         return value
     raise DataError(f"{place}: {value!r} is not {getattr(kind, '__name__', kind)}")

@@ -131,12 +131,14 @@ _PAIRS = PairConfig(batch_size=64, max_steps=40, learning_rate=1e-4, warmup_rati
 
 
 def _capr_systems(lists: StageConfig, cross: StageConfig, cdv: StageConfig, finetune: StageConfig) -> tuple:
-    """The rows of CAPR's Table 3; the four lists' systems train alike but for the Cross-encoder."""
-    rows = (("bi-shared", lists), ("bi", lists), ("poly", lists), ("cross", cross))
+    """The rows of CAPR's Table 3, and what its §3.2 tried: CDV trained jointly from the start, Poly over one vector.
+    The lists' systems train alike but for the Cross-encoder."""
+    rows = (("bi-shared", lists), ("bi", lists), ("poly", lists), ("cross", cross), ("poly-pooled", lists))
     return (
         CaprSystem(START, "start"),
         CaprSystem("CDV", "cdv", cdv),
         CaprSystem("CDV-finetune", "cdv-finetune", finetune, after="CDV"),
+        CaprSystem("CDV-joint", "cdv-finetune", finetune),
         *(CaprSystem(f"CAPR-{kind.capitalize()}", kind, config) for kind, config in rows),
     )
 
@@ -389,6 +391,9 @@ def as_written(name: str) -> Profile:
     return profile
 
 
+_TAKEN = ("site", "kg", "weights", "cliniq_release")  # folders of data/cache that are no profile's
+
+
 def _from_toml(path: Path) -> Profile:
     if not path.is_file():
         raise DataError(f"{path.name}: no such profile file in {path.parent.name or 'this folder'}/")
@@ -406,7 +411,8 @@ def _from_toml(path: Path) -> Profile:
     if "notes" in given:
         own = {"recorded_answers": []} | own
     ours = next((field for field in ("in_place", "recorded") if own[field]), "name")
-    if str(own["name"]) in PROFILES or not re.fullmatch(r"[\w-][\w.-]*", str(own["name"])) or ours != "name":
+    name, taken = str(own["name"]), (*PROFILES, *_TAKEN)
+    if name in taken or not re.fullmatch(r"[\w-][\w.-]*", name) or ours != "name":
         raise DataError(
             f"{path.name}, field {ours}: a profile of one's own needs a name of "
             "letters, digits and -, not one of ours, and leaves the committed results alone"

@@ -156,6 +156,9 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
         for name in (*VARIABLES, "DREHR_PUBLIC_DATA")
         if os.path.exists(at := os.environ.get(name, ""))
     }
+    named = [part.strip() for part in os.environ.get("DREHR_RETRIEVERS", "").split(",")]
+    if any(map(os.path.isdir, named)):
+        paths["DREHR_RETRIEVERS"] = ",".join(os.path.abspath(at) if os.path.isdir(at) else at for at in named)
     share = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // place.lanes)} if place.lanes > 1 else {}
     return (
         offline

@@ -130,12 +130,16 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
     mine, base = load_profile(path), PROFILES["smoke"]
     assert mine.notes == tmp_path / "my/notes" and mine.recorded_answers == (tmp_path / "answers.jsonl",)
     assert mine.max_eval_patients is None and mine.resampling.randomizations == 50
+    (tmp_path / "my/encoder").mkdir(parents=True)
+    path.write_text(f'encoder = "my/encoder"\n{MINE}')
+    assert load_profile(path).encoder == str(tmp_path / "my/encoder")
     assert mine.published == replace(base.published, stage1=replace(base.published.stage1, epochs=2.0))
     assert mine.kg == replace(base.kg, training=replace(base.kg.training, batch_size=4))
     assert mine.improved == replace(base.improved, read_names=False)
     assert mine.capr == replace(base.capr, systems=(CaprSystem("CDV", "cdv", StageConfig(max_steps=3)),))
     # Notes that aren't ours are protected: their results stay in a git-ignored folder, messages don't quote them.
     assert mine.protected and not mine.in_place and mine.figures == ROOT / "data/cache/mine/figures"
+    path.write_text(MINE)
     monkeypatch.setenv("DREHR_PROFILE", str(path))
     assert load_profile() == mine
 
@@ -156,6 +160,7 @@ def test_a_profile_of_ones_own_changes_what_it_says_and_nothing_else(tmp_path, m
         ("[[capr.systems]]\nname = 'CDV'", "mine.toml, field capr.systems: field kind is missing"),
         ("recorded = true", "mine.toml, field recorded: "),
         ("name = '..'", "mine.toml, field name: "),
+        ("name = 'site'", "mine.toml, field name: "),  # data/cache/site is removed by ./run_all.sh site
         ("seed =", "mine.toml: not TOML"),
     ],
 )

@@ -132,8 +132,9 @@ def read_any_notes(
 ) -> tuple[list[Note], ReadReport]:
     """Notes of one's own: a folder in MIMIC's layout (see read_notes), a folder of .txt files, or a CSV table.
 
-    A table's columns are named by the other arguments; without an id, row n is `row-n`. A text file's id is its path in
-    the folder. What has no patient, as a file right in the folder, is a patient of its own; else its folder is one.
+    A table's columns are named by the other arguments; without an id, row n is `<file>-row-n`, so that two tables may
+    share an index. A text file's id is its path in the folder. What has no patient, as a file right in the folder, is a
+    patient of its own; else its folder is one.
     Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does."""
     source = Path(source)
     if source.is_dir() and (find_table(source, "discharge") or find_table(source, "NOTEEVENTS")):
@@ -176,8 +177,10 @@ def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[t
             content = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
             yield row, name, name, name.rpartition("/")[0] or name, content
     else:
-        for row, values in iter_rows(source, [text], [note_id, patient]):
-            name = values.get(note_id) or f"row-{row}"
+        asked = {"note_id": note_id, "subject_id": patient}
+        named = [column for usual, column in asked.items() if column != usual]  # these must be there
+        for row, values in iter_rows(source, [text, *named], [note_id, patient]):
+            name = values.get(note_id) or f"{source.name}-row-{row}"
             yield row, text, name, values.get(patient) or name, values[text]
 
 

@@ -87,7 +87,8 @@ def medquad_candidates(data: MedQuad, bm25: np.ndarray, n: int = 64) -> np.ndarr
     """Passage positions [queries, n] that every method re-ranks: BM25's best `n` (CAPR §4.2), best first.
 
     CAPR doesn't say whether an answer that BM25 misses joins the candidates. It must: BM25's best 64 hold 91% of the
-    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places."""
+    answers here, and its Table 3 has R@5 of up to 97.95. So an answer that is missing takes the last places;
+    among 16 candidates that is another answer's place for 3 of the 3,289 queries, among 64 for none."""
     order = rank(bm25, tie_keys(data.queries, data.passages))[:, :n]
     position = {passage_id: i for i, passage_id in enumerate(data.passages)}
     for best, query_id in zip(order, data.queries, strict=True):

@@ -33,10 +33,15 @@ class Ranking(NamedTuple):
 
     search_id: str
     query_id: str
-    patient: str  # the note; in Multi-Patient Retrieval, where a query belongs to no one patient, the query itself
+    patient: str  # in Multi-Patient Retrieval, where a query belongs to no one patient, the query itself
     chunk_ids: np.ndarray  # best first
     scores: np.ndarray
     relevant: dict[str, int]
+
+
+def patient_of(benchmark: Benchmark) -> dict[str, str]:
+    """Note id -> what stands for its patient: the note itself where no patient is known to have several."""
+    return {patient.note_id: patient.subject_id or patient.note_id for patient in benchmark.patients}
 
 
 def rankings(benchmark: Benchmark, scores: Scores, setting: str, match_type: str | None = None) -> Iterator[Ranking]:
@@ -47,9 +52,10 @@ def rankings(benchmark: Benchmark, scores: Scores, setting: str, match_type: str
     columns = {chunk_id: column for column, chunk_id in enumerate(ids)}
     rows = {query_id: row for row, query_id in enumerate(benchmark.queries)}
     if setting == "single":
+        owner = patient_of(benchmark)
         searches = (
-            (task.search_id, task.query_id, task.note_id, np.array([columns[c] for c in task.chunk_ids]), task.relevant)
-            for task in single_patient_tasks(benchmark, match_type)
+            (t.search_id, t.query_id, owner[t.note_id], np.array([columns[c] for c in t.chunk_ids]), t.relevant)
+            for t in single_patient_tasks(benchmark, match_type)
         )
     else:
         every = np.arange(len(ids))

@@ -19,6 +19,7 @@ from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
 HOPELESS_AFTER = 200  # requests without one answer, whoever made them fail, of a model that never answered
+CHOKED = {"HTTP 500", "APITimeoutError", "TimeoutError"}  # what a single request may make of a server that is well
 LONGEST_PAUSE = 60  # seconds that openai waits between two attempts, where a server asks for it
 LONGEST_TOKEN = 100  # characters; an answer of more than that for each token it may have is not a model's
 
@@ -153,7 +154,7 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
             raise group.exceptions[0] from None
     if not answers.asked and in_a_row and in_a_row == answers.failed:
         # A server that has answered before may choke on the few requests that are left: they failed, it isn't gone.
-        if set(answers.errors) != {"HTTP 500"} or not answers.store.has_any_of(server.model):
+        if not set(answers.errors) <= CHOKED or not answers.store.has_any_of(server.model):
             raise gone(f"{', '.join(sorted(answers.errors))}; all {in_a_row} requests failed")
 
 

@@ -63,7 +63,8 @@ def ask_strictly(
     `parse` keeps what is good itself. Attempts after the first use another seed and a temperature. Raises DataError as
     client.answer_all does."""
     report, pending = AskReport(), list(requests)
-    server = replace(server, max_tokens=max_tokens) if server else None
+    if server:  # a long answer takes longer than a short one's patience: ten tokens a second
+        server = replace(server, max_tokens=max_tokens, timeout_s=max(server.timeout_s, max_tokens / 10))
     for attempt in range(1, attempts + 1):
         if not pending:
             break

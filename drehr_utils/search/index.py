@@ -135,6 +135,8 @@ class NoteIndex:
     def open(cls, folder: str | Path) -> Self:
         """The index in `folder`. Raises DataError where there is none, or LanceDB isn't installed."""
         folder = Path(folder)
+        if (folder / ".training.lock").exists():
+            raise DataError(f"{folder.name}/: is what `drehr-search train` made: give it as --model, and a new --index")
         if not (folder / _HYBRID).is_dir() and not is_new(folder):
             raise DataError(f"{folder.name}/: isn't empty, and no index; name another folder")
         if not (folder / _HYBRID).is_dir():

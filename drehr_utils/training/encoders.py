@@ -107,6 +107,8 @@ def load_encoder(
         raise DataError(f"{name_or_path.name}: no such model folder; run notebook 05 first (./run_all.sh --only 05)")
     if instruction:
         settings["prompts"] = {"query": instruction}
+    if Path(name_or_path).is_dir():  # or a hub is asked whether it has a model of the folder's name
+        settings.setdefault("local_files_only", True)
     safe = {"use_safetensors": True} | settings.pop("model_kwargs", {})  # weights alone: a pickle is a program
     encoder = SentenceTransformer(str(name_or_path), model_kwargs=safe, **settings)
     normalization.read_by_pass(encoder)

@@ -171,7 +171,9 @@ def training_arguments(output: Path, config: Any, steps: int, save_steps: int = 
         dataloader_pin_memory=False,
         ddp_broadcast_buffers=False,  # an encoder's are constants
     )
-    return TrainingArguments(**(fixed | settings))
+    arguments = TrainingArguments(**(fixed | settings))
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several in one process would cut each tensor: torchrun uses them all
+    return arguments
 
 
 def is_whole(checkpoint: Path) -> bool:

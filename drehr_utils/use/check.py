@@ -6,6 +6,7 @@ Cleaning and matching are measured on the first notes, the rest is counted from 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def missing(profile: Profile) -> Iterator[str]:
     for name in dict.fromkeys(str(model) for model in models if model):
         if weights.version(name):
             yield from filter(None, [weights.missing(name)])
+        elif not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+            yield f"model: no folder {Path(name).name}/"
         elif not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             how = "the profile is offline: fetch it first" if profile.offline else "it is fetched on first use"
             yield f"model: {name} is not on this machine; huggingface.co/{name} ({how})"

@@ -56,7 +56,10 @@ def digests(notebook: Mapping[str, Any], log: Iterable[str], root: Path) -> dict
     """The cells' digest, and one for each file that was read, or written and kept; `log` has lines "kind<TAB>path"."""
     logged = {tuple(line.rstrip("\n").split("\t", 1)) for line in log}
     wrote = {path for kind, path in logged if kind == "wrote" and (root / path).is_file()}
-    read = {path for kind, path in logged if kind == "read" and (root / path).is_file()} - wrote
+    read = {path for kind, path in logged if kind == "read"}
+    # Of a model, its weights too, which safetensors opens unseen
+    read |= {path.replace("modules.json", "model.safetensors") for path in read if path.endswith("/modules.json")}
+    read = {path for path in read if (root / path).is_file()} - wrote
     found = {
         name: {p: _sha256((root / p).read_bytes()) for p in sorted(ps)}
         for name, ps in (("read", read), ("wrote", wrote))

@@ -28,7 +28,11 @@ from drehr_utils.profiles import PROFILES, ROOT, as_written
 
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 _BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
-_ELSEWHERE = re.compile(r"\bPath\.home\(|\bos\.environ\b|\bgetenv\(|\binput\(")  # where a path may come from, unseen
+_ELSEWHERE = re.compile(  # where a path may come from, unseen, or the notes' text itself
+    r"\bPath\.home\(|\b(environ|getenv|expandvars|expanduser)\b|%env\b|\binput\(|[\"']drehr-search\b|\bsearch\.main\("
+)
+_IN_SHELL = re.compile(r"\$\{?\w|drehr-search")  # a variable's value is unseen
+_PLACEHOLDER = re.compile(r"[*?\[{%]")  # in a path: of glob, of a format
 _SHELL = re.compile(r"(?s:\A\s*%%.*)|(?m:^\s*[!%].*)")  # a cell (%%bash) or a line for the shell: !head notes/1.txt
 
 
@@ -62,7 +66,7 @@ def is_protected(notebook: Mapping[str, Any]) -> bool:
     own = _tracked()
     return (
         any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names]))
-        or any("drehr-search" in line for source in sources for line in _SHELL.findall(source))
+        or any(_IN_SHELL.search(line) for source in sources for line in _SHELL.findall(source))
         or any(map(_ELSEWHERE.search, sources))
         or any(_is_foreign(name, own) for name in names)
     )
@@ -94,7 +98,13 @@ def _tracked() -> frozenset[Path]:
 
 def _is_foreign(name: str, own: Collection[Path]) -> bool:
     """Whether it is an existing path, as a notebook in notebooks/ or at the checkout's root sees it, and none of `own`,
-    the project's open data."""
+    the project's open data; of a pattern or a format ("notes/{i}.txt"), the folder before it."""
+    if name.startswith("data/cache/{profile.name}/"):  # whether that profile is protected is asked by itself
+        return False
+    if _PLACEHOLDER.search(name):
+        name = _PLACEHOLDER.split(name)[0].rpartition("/")[0]
+        if not name:
+            return False
     try:
         bases = (ROOT / "notebooks",) if name.startswith("..") else (ROOT / "notebooks", ROOT)
         paths = [(base / Path(name).expanduser()).resolve() for base in bases]
@@ -104,11 +114,15 @@ def _is_foreign(name: str, own: Collection[Path]) -> bool:
 
 
 def main(paths: Sequence[str]) -> int:
-    """Names the notebooks among `paths` that are protected and hold outputs; 1 if there is one."""
+    """Names the notebooks among `paths` that are protected and hold outputs, as they are to be committed; 1 if there is
+    one."""
     refused = []
     for path in map(Path, paths):
+        staged = subprocess.run(["git", "show", f":./{path.as_posix()}"], capture_output=True, check=False)
+        if staged.returncode:
+            raise DataError(f"{path.name}: git has it not among what is to be committed; git add it first")
         with naming(path):
-            notebook = json.loads(path.read_bytes())
+            notebook = json.loads(staged.stdout)
             if any(cell.get("outputs") for cell in notebook["cells"]) and is_protected(notebook):
                 refused.append(path)
     for path in refused:

@@ -4,8 +4,8 @@
     drehr-search query "shortness of breath"    # --patient ID, --top 20, --json; no query: from stdin, one a line
     drehr-search train NOTES                    # an encoder of your own: then index NOTES --model drehr-model
 
-`index` adds what is new or changed; it and `train` go on where they were cut off. What they write is a folder that only
-you can read and that git ignores; nothing leaves the machine.
+`index` adds what is new or changed, by the notes' ids (of a .txt, its path in NOTES); it and `train` go on where they
+were cut off. What they write is a folder that only you can read and that git ignores; nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drehr_utils.data.notes import Note, note_tables, read_any_notes
+from drehr_utils.data.notes import Note, find_table, read_any_notes
 from drehr_utils.errors import DataError
 from drehr_utils.files import hide_messages
 from drehr_utils.profiles import ROOT, load_profile
@@ -58,9 +58,8 @@ def read(options: argparse.Namespace) -> list[Note]:
 
 
 def train(options: argparse.Namespace) -> None:
-    if options.llm:
-        os.environ["DREHR_LLM_BASE_URL"] = options.llm
-    tables = options.notes.is_dir() and note_tables(options.notes)
+    os.environ["DREHR_LLM_BASE_URL"] = options.llm or ""  # a server that other work names is not asked about notes
+    tables = options.notes.is_dir() and any(find_table(options.notes, name) for name in ("discharge", "NOTEEVENTS"))
     notes = None if tables else read(options)
     from drehr_utils.use import train_search
 
@@ -173,12 +172,13 @@ def main(arguments: list[str] | None = None) -> None:
     for command in (index, own):
         command.add_argument("notes", type=Path, metavar="NOTES", help="MIMIC's tables, a folder of .txt, or a CSV")
         command.add_argument("--text-column", default="text", help="of a CSV (text)")
-        command.add_argument("--id-column", default="note_id", help="of a CSV (note_id; without it, the row's number)")
+        command.add_argument("--id-column", default="note_id", help="of a CSV (note_id; without it, file and row)")
         command.add_argument(
             "--patient-column", default="subject_id", help="of a CSV (subject_id; without it, each note's own)"
         )
     options = parser.parse_args(arguments)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of loading weights; indexing has its own
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model is a folder here, and nobody is told its name
     hide_messages()
     try:
         options.run(options)

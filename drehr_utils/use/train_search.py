@@ -26,7 +26,7 @@ from drehr_utils.profiles import PROFILES
 from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
 from drehr_utils.training import encoders
 
-HYBRID, LOCK = "hybrid", ".lock"
+HYBRID, LOCK = "hybrid", ".training.lock"  # another name than an index's: neither is taken for the other
 MOST_STEPS = 100  # unless a number is given: as the profile open, half an hour on one core
 MEASURED_STEPS = 4  # the first, which also waits for the processor's caches, isn't among them
 

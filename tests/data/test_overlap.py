@@ -4,12 +4,13 @@ import gzip
 import json
 import shutil
 
+import numpy as np
 import pytest
 from mimic4_miniature import write_miniature
 
 from drehr_utils.data.benchmark import load_benchmark
 from drehr_utils.data.notes import read_notes
-from drehr_utils.data.overlap import OTHER_NOTES, of_benchmark
+from drehr_utils.data.overlap import OTHER_NOTES, SameText, of_benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.papers.cliniq import release
 
@@ -74,3 +75,16 @@ def test_where_the_tables_share_ids_they_decide(joined):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(line | {"subject_id": None}) + "\n" for line in lines))
     assert set(of_benchmark(notes, out).values()) == {"hadm_id"} and len(of_benchmark(notes, out)) == len(notes)
+
+
+def test_a_short_addendum_finds_nobody_by_the_header_that_every_summary_has():
+    """Its few probes are the header's: all of MIMIC would be its patient's."""
+    header = (
+        "Name: ___ Unit No: ___ Admission Date: ___ Discharge Date: ___ Date of Birth: ___ Sex: F Service: MEDICINE "
+    )
+    addendum = header + "Addendum: she was seen once more before she left, and her warfarin was held for two days."
+    letters = np.random.default_rng(0).integers(97, 123, (120, 6))
+    summary = header + " ".join("".join(map(chr, word)) for word in letters)
+    same = SameText([("addendum", addendum), ("summary", summary)])
+    assert header + "Allergies: none known. Chief complaint: a fall on ice, no loss of consciousness." not in same
+    assert f"{summary} Discharged home." in same

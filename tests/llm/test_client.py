@@ -528,6 +528,21 @@ def test_a_request_that_always_fails_does_not_stop_a_server_that_has_answered(tm
         ask(drugs(5), server, store)
 
 
+def test_a_request_that_always_times_out_does_not_stop_a_server_that_has_answered(tmp_path):
+    store, hang = tmp_path / "s.sqlite", threading.Event()
+
+    def reply(n: int, body: dict) -> tuple[int, dict]:
+        if "note 3" in str(body):
+            hang.wait(20)
+        return 200, completion("- x")
+
+    with serving(reply) as server:
+        for stored, asked in ((0, 4), (4, 0)):
+            answers = ask(drugs(5), server, store, timeout_s=0.5)
+            assert (answers.stored, answers.asked, answers.failed) == (stored, asked, 1)
+        hang.set()
+
+
 def test_interrupt_leaves_a_store_that_can_be_continued(tmp_path):
     requests, store = drugs(60), tmp_path / "s.sqlite"
     hang = threading.Event()

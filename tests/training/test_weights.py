@@ -2,11 +2,13 @@
 
 import hashlib
 import io
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sentence_transformers.base import model_card
 
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import load_profile
@@ -75,3 +77,14 @@ def test_what_was_not_fetched_says_how(tmp_path, monkeypatch):
     profile = replace(load_profile("mimic"), encoder=weights.MPNET)
     assert any("run python -m drehr_utils.training.weights mpnet" in line for line in check.missing(profile))
     assert encoders.identity(weights.MPNET) == "mpnet 0.0.1"  # a digest needs no weights
+
+
+def test_no_hub_is_asked_about_a_folder(start, tmp_path, monkeypatch):
+    """A relative one may be a hub's name, too: sentence-transformers would ask for the model of that name."""
+    asked = []
+    monkeypatch.setattr(model_card, "get_model_info", lambda name, *_, **__: asked.append(name))
+    shutil.copytree(start, tmp_path / "my-index/hybrid")
+    monkeypatch.chdir(tmp_path)
+    encoder = encoders.load_encoder("my-index/hybrid", "mean")
+    encoders.save_encoder(encoder, tmp_path / "saved")
+    assert asked == []

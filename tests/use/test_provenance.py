@@ -60,3 +60,12 @@ def test_code_counts_and_prose_does_not(notebook, tmp_path):
     nb.cells[-1].source += "  # edited"
     nbformat.write(nb, notebook)
     assert provenance.changed(notebook, tmp_path) == ["its code cells have changed"]
+
+
+def test_a_models_weights_count_which_are_opened_unseen(tmp_path):
+    (model := tmp_path / "data/models/mine").mkdir(parents=True)
+    for name in ("modules.json", "model.safetensors"):
+        (model / name).write_text(name)
+    log = ["read\tdata/models/mine/modules.json\n", "read\tdata/models/gone/modules.json\n"]
+    read = provenance.digests(new_notebook(), log, tmp_path)["read"]
+    assert set(read) == {"data/models/mine/modules.json", "data/models/mine/model.safetensors"}

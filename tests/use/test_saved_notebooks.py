@@ -60,7 +60,10 @@ def test_asking_whether_a_profile_is_protected_leaves_jupyters_process_as_it_is(
     assert after == 0o022
 
 
-@pytest.mark.parametrize("source", ['profile = "open"', "x = 1 / 2", 'plt.title("a/b")', "%matplotlib inline\n1 /2"])
+OPEN_ONES = ['profile = "open"', "x = 1 / 2", 'plt.title("a/b")', "%matplotlib inline\n1 /2", 'f"{a}/{b}: {c:.1%}"']
+
+
+@pytest.mark.parametrize("source", OPEN_ONES)
 def test_an_open_one_keeps_them(tmp_path, source):
     assert saved(tmp_path, notebook(source)).count(WORD) == 5
 
@@ -72,6 +75,9 @@ def test_ones_own_notes_in_an_open_notebook(tmp_path):
     for source in (
         f'load_profile("{tmp_path}/mine.toml")', f"read_notes(Path('{tmp_path}/notes'))", f"!head {tmp_path}/notes",
         f"# don't show\nopen('{tmp_path}/notes/1')\nopen('{tmp_path}/notes')", 'Path.home() / "notes"', "input('file')",
+        f"open(f'{tmp_path}/notes/{{i}}.txt')", f"open('{tmp_path}/notes/%s.txt' % i)", f"glob('{tmp_path}/notes/*')",
+        "!head $NOTES/1.txt", "os.path.expandvars(where)", "%env NOTES", "from os import environ\nenviron['NOTES']",
+        'subprocess.run(["drehr-search", "query", "pain"])', 'use.search.main(["query", "pain"])',
         "load_profile('gone.toml')", 'open("../data/cache")', f'notes = f"""{tmp_path}/notes"""',
     ):  # fmt: skip
         (ROOT / "data/cache").mkdir(exist_ok=True)
@@ -139,5 +145,10 @@ def test_the_git_hook_refuses_what_was_saved_without_jupyters(tmp_path):
     done = git("commit", "-m", "y")
     assert done.returncode != 0 and "mine.ipynb: holds outputs" in done.stdout + done.stderr
     assert WORD not in done.stdout + done.stderr
+    nbformat.write(new_notebook(), tmp_path / "mine.ipynb")  # cleared, but not added: git would commit the other one
+    assert "mine.ipynb: holds outputs" in git("commit", "-m", "y").stderr
+    git("add", "-A")
+    assert git("commit", "-m", "y").returncode == 0
     (tmp_path / "mine.ipynb").write_text("{")
+    git("add", "-A")
     assert "mine.ipynb, row 1" in git("commit", "-m", "y").stderr

@@ -123,12 +123,13 @@ def test_a_table_is_read_by_the_columns_that_it_has(tmp_path):
         file.write('Text,mrn\n"two\nlines",7\n  ,8\nthird,\n')
     notes, report = read_any_notes(table, patient="mrn")
     assert [(n.note_id, n.subject_id, n.text) for n in notes] == [
-        ("row-2", "7", "two\nlines"),
-        ("row-4", "row-4", "third"),
+        ("mine.csv.gz-row-2", "7", "two\nlines"),
+        ("mine.csv.gz-row-4", "mine.csv.gz-row-4", "third"),
     ]
     assert report.skipped == [(3, "text", "empty")]
-    with pytest.raises(DataError, match=r"mine.csv.gz, row 1: column words is missing; the header: text, mrn"):
-        read_any_notes(table, text="words")
+    for wrong in ({"text": "words"}, {"patient": "words"}, {"note_id": "words"}):
+        with pytest.raises(DataError, match=r"mine.csv.gz, row 1: column words is missing; the header: text, mrn"):
+            read_any_notes(table, **wrong)
     table.write_bytes(gzip.compress(b"chest pain,fever,smith\nknee pain,none,jones\n"))  # the first row is a note
     with pytest.raises(DataError, match=r"mine.csv.gz, row 1: column text is missing; cells in row 1: 3, not shown"):
         read_any_notes(table)

@@ -150,3 +150,27 @@ def test_killed_it_goes_on_and_ends_with_the_same_weights(notes, model, tmp_path
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in theirs)
     (log,) = (tmp_path / "killed/models").glob("*/loss.csv")
     assert len(log.read_text().splitlines()) == 61
+
+
+def test_an_index_and_a_training_are_not_taken_for_one_another(notes, model, tmp_path, capsys):
+    """A training in an index's folder would change the encoder under its vectors."""
+    index, own = tmp_path / "index", tmp_path / "own"
+    search.main(["index", str(notes), "--model", str(model), "--index", str(index)])
+    for said, command in (
+        ("index/: isn't empty, and no training of ours", trained(notes, model, index)),
+        ("own/: is what `drehr-search train` made", ["index", str(notes), "--index", str(own)]),
+        ("own/: is what `drehr-search train` made", ["query", "pain", "--index", str(own)]),
+    ):
+        if "own" in said and not own.exists():
+            search.main(trained(notes, model, own, "--steps", "1"))
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            search.main(command)
+        assert said in capsys.readouterr().err
+
+
+def test_a_server_that_other_work_names_is_not_asked(notes, model, tmp_path, monkeypatch):
+    """Not even about notes: its address alone would stop a training that asks no server."""
+    monkeypatch.setenv("DREHR_LLM_BASE_URL", "https://api.example.com/v1")
+    search.main(trained(notes, model, tmp_path / "own", "--steps", "1"))
+    assert (tmp_path / "own/hybrid").is_dir()

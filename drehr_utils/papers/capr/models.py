@@ -85,10 +85,13 @@ class BiEncoder(TwoTowers):
 
 
 class PolyEncoder(BiEncoder):
-    """A Bi-encoder whose passages keep their tokens: the query attends to them late (CAPR §3.2, equation 2)."""
+    """A Bi-encoder whose passages keep their tokens: the query attends to them late (CAPR §3.2, equation 2).
 
-    def __init__(self, *encoders: SentenceTransformer, **lengths: int):
+    `pooled`: equation 2 is given a passage's one vector in place of its tokens, which CAPR tried first."""
+
+    def __init__(self, *encoders: SentenceTransformer, pooled: bool = False, **lengths: int):
         super().__init__(*encoders, **lengths)
+        self.pooled = pooled
         self.W_attn = nn.Parameter(torch.eye(encoders[0].get_embedding_dimension()))  # at first: y as it is
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
@@ -96,7 +99,10 @@ class PolyEncoder(BiEncoder):
         return SCALE**0.5 * super().encode_queries(queries)
 
     def encode_passages(self, passages: Sequence[Passage]) -> tuple[Tensor, Tensor]:
-        """Token embeddings [passages, tokens, dim] and their mask, bool [passages, tokens]."""
+        """Token embeddings [passages, tokens, dim] and their mask, bool [passages, tokens]; `pooled`: of one token."""
+        if self.pooled:
+            vectors = super().encode_passages(passages)[:, None]
+            return SCALE**0.5 * vectors, torch.ones_like(vectors[..., 0], dtype=torch.bool)
         read = _token_embeddings(self.encoders[-1], [p.text for p in passages], self.passage_tokens, BUCKETS)
         tokens, masks = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in zip(*read, strict=True))
         return SCALE**0.5 * tokens, masks

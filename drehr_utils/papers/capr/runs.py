@@ -23,6 +23,7 @@ from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
 RECORD = Record("runs/capr.csv.gz")
+ALL_ROWS = (*systems.TRAINED, *systems.TRIED)
 TRAINING, ALL = "training", "all"  # the task of losses; the search of what is about all of a task's searches
 SAVE_STEPS = 100  # a checkpoint of two encoders is half a gigabyte
 
@@ -92,12 +93,12 @@ def budgets(profile: Profile) -> pd.DataFrame:
 
 def stale(profile: Profile) -> list[str]:
     """The systems that the record lacks, or has of another recipe or other data than now."""
-    return sum((RECORD.fault(profile, {"system": name}, digest(profile, name)) for name in systems.TRAINED), [])
+    return sum((RECORD.fault(profile, {"system": name}, digest(profile, name)) for name in ALL_ROWS), [])
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = records.command(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=systems.TRAINED, default=systems.TRAINED)
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=ALL_ROWS, default=ALL_ROWS)
     options, profile = records.parse(parser, arguments)
     profile = replace(profile, save_steps=SAVE_STEPS)
     if options.check:

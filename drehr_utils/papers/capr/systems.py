@@ -41,6 +41,9 @@ from drehr_utils.training import encoders, sampling, trainer
 START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
 TRAINED = (CDV, CDV_FINETUNE, BI_SHARED, BI, POLY, CROSS)  # in Table 3's order
+CDV_JOINT, POLY_POOLED = "CDV-joint", "CAPR-Poly-pooled"
+TRIED = (CDV_JOINT, POLY_POOLED)  # of §3.2, which gives no figures
+_COSTLY = (CROSS, CDV, CDV_FINETUNE, CDV_JOINT)  # they read pairs, or whole documents
 HELD_OUT, OTHER_NAMES, MEDQUAD = "MIMIC-III", "other names", "MedQuAD"  # tasks; the first stands for the paper's
 HALVES = ("entity alone", "aspect alone")  # of the held-out task's queries
 
@@ -138,7 +141,7 @@ def tasks(profile: Profile, name: str) -> dict[str, Task]:
     if name == CROSS:
         found[OTHER_NAMES] = found[OTHER_NAMES].sample(size.costly_names, profile.seed)
     if (task := medquad_task(profile)) is not None:
-        found[MEDQUAD] = task.sample(size.costly_queries, profile.seed) if name in (CROSS, CDV, CDV_FINETUNE) else task
+        found[MEDQUAD] = task.sample(size.costly_queries, profile.seed) if name in _COSTLY else task
     return found
 
 
@@ -165,6 +168,7 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "bi-shared": lambda: BiEncoder(start(), marks=True, **lengths),
         "bi": lambda: BiEncoder(start(), start(), **lengths),
         "poly": lambda: PolyEncoder(start(), start(), **lengths),
+        "poly-pooled": lambda: PolyEncoder(start(), start(), pooled=True, **lengths),
         "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
         "cdv": lambda: ContextualDocumentVectors(start(), start()),
         "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),

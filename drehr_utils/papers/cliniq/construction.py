@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -26,12 +27,17 @@ TYPE_OF_KIND = {"diagnosis": "disease", "procedure": "procedure", "drug": "drug"
 
 
 def split_notes(folder: Path, split: str, sample: int | None = None, seed: int = 0) -> list[Note]:
-    """The notes of a split, in the table's order; `sample` of them drawn without replacement.
+    """The notes of a split, in the table's order; `sample` of them drawn without replacement. Of an admission with
+    several summaries the first, as in CliniQ's release: the others are addenda, mostly, of a few lines.
 
     Raises DataError for a split without a note, as a hash of few patients may leave one."""
     read, _ = read_notes(folder)
     splits = read_splits(folder, read)
-    notes = [note for note in read if splits[note.note_id] == split]
+    of_admission: dict[str, Note] = {}
+    for note in read:
+        if splits[note.note_id] == split:
+            of_admission.setdefault(note.hadm_id or note.note_id, note)
+    notes = list(of_admission.values())
     if not notes:
         raise DataError(
             f"{Path(folder).name}/: none of the {len(read)} notes is of the split {split}; say in a splits.csv "
@@ -44,7 +50,11 @@ def split_notes(folder: Path, split: str, sample: int | None = None, seed: int =
 
 
 def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Curation) -> Benchmark:
-    """Chunks, queries and patients, not judged yet (CliniQ §3.1, §3.2). Query ids follow the texts' order."""
+    """Chunks, queries and patients, not judged yet (CliniQ §3.1, §3.2). Query ids follow the texts' order.
+
+    A patient's own id is kept where there are several notes of it, so that they are drawn together."""
+    notes = list(notes)
+    of_patient = Counter(note.subject_id for note in notes)
     chunks = {note: chunk_note(note) for note in notes}
     asked = {note: curation.patient_queries(note.hadm_id, admissions, made) for note in chunks}
     # A text that is both a disease's and a drug's is one query, of the kind that comes first: it is entered last.
@@ -56,7 +66,13 @@ def draft_benchmark(notes: Iterable[Note], admissions: CodedAdmissions, made: Cu
         queries={query_id: text for text, query_id in ids.items()},
         query_types={query_id: TYPE_OF_KIND[kinds[text]] for text, query_id in ids.items()},
         patients=[
-            Patient(note.hadm_id, note.note_id, [chunk.id for chunk in chunks[note]], [ids[q] for q, _ in asked[note]])
+            Patient(
+                note.hadm_id,
+                note.note_id,
+                [chunk.id for chunk in chunks[note]],
+                [ids[q] for q, _ in asked[note]],
+                note.subject_id if of_patient[note.subject_id] > 1 else "",
+            )
             for note in chunks
         ],
         qrels={},

@@ -8,6 +8,7 @@ import pandas as pd
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap_interval
+from drehr_utils.evaluation.metrics import patient_of
 
 
 def statistics_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFrame:
@@ -29,8 +30,11 @@ def statistics_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFram
             counts[owners[chunk_id], [column["relevance judgment"], column[kind]]] += 1
     totals = dict(zip(groups, counts.sum(axis=0), strict=True)) | {"query": len(benchmark.qrels)}
     totals |= {kind: sum(benchmark.query_types[q] == kind for q in benchmark.qrels) for kind in QUERY_TYPES}
+    patients = list(patient_of(benchmark).values())
+    clusters = np.array(patients) if len(set(patients)) < len(patients) else None
+    low, high = bootstrap_interval(counts, resampling, patients=clusters)
     rows = [("multi", "patient record", len(benchmark.patients), np.nan, np.nan)]
-    for group, *averaged in zip(groups, counts.mean(axis=0), *bootstrap_interval(counts, resampling), strict=True):
+    for group, *averaged in zip(groups, counts.mean(axis=0), low, high, strict=True):
         rows += [("single", group, *averaged), ("multi", group, totals[group], np.nan, np.nan)]
     table = pd.DataFrame(rows, columns=["setting", "group", "ours", "low", "high"])
     return table.assign(system="", metric="count").reindex(columns=RESULT_COLUMNS)

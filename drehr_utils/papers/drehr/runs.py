@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 from sentence_transformers import SentenceTransformer
 from transformers import TrainerCallback
@@ -109,8 +110,9 @@ def data_digest(profile: Profile, recipe: Recipe) -> str:
 
 def _content(sets: PositiveSets) -> dict[str, Any]:
     """A digest's, in the form that records have had from the first: terms numbered as they come up, flat arrays."""
-    source, term = (pc.list_flatten(sets.table[name]).combine_chunks() for name in ("sources", "terms"))
-    numbered = term.dictionary_encode()
+    source = pc.list_flatten(sets.table["sources"]).combine_chunks()
+    # With offsets of 64 bits: the paper's terms are more than 2 GB
+    numbered = pc.list_flatten(sets.table["terms"]).cast(pa.large_string()).combine_chunks().dictionary_encode()
     return {
         "ids": sets.ids, "terms": numbered.dictionary.to_pylist(), "sources": sets.sources, "offsets": sets.offsets,
         "term": numbered.indices.to_numpy(), "source": source.to_numpy(),
@@ -244,7 +246,7 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
     seeds = [about["seed"] for about in abouts(profile) if about["row"] == row]
     if not seeds:
         return None
-    kinds, keys = pipeline.benchmark(profile, split).query_types, [key for key in KEYS[1:] if key != "metric"]
+    bench, keys = pipeline.benchmark(profile, split), [key for key in KEYS[1:] if key != "metric"]
     path = scores_file(profile, row)
     table = _scores(path)
     if missing := [name for name in (slug(row, n) for n in seeds) if name not in table]:
@@ -254,8 +256,9 @@ def per_search(profile: Profile, row: str, split: str = "test") -> pd.DataFrame 
     average = wide.groupby([*keys, "seed"], sort=False, as_index=False)["value"].mean()
     values = pd.concat([wide, average.assign(metric=metrics.AVERAGE)], ignore_index=True)
     asked = values["search_id"].str.partition("@")  # <query>@<note>, or the query
-    values["query_id"], values["patient"] = asked[0], asked[2].where(asked[1] == "@", asked[0])
-    return values.assign(query_type=values["query_id"].map(kinds))[[*keys[:2], *metrics.COLUMNS, "seed"]]
+    owners = metrics.patient_of(bench)
+    values["query_id"], values["patient"] = asked[0], asked[2].map(owners).where(asked[1] == "@", asked[0])
+    return values.assign(query_type=values["query_id"].map(bench.query_types))[[*keys[:2], *metrics.COLUMNS, "seed"]]
 
 
 def recorded(profile: Profile, names: Iterable[str], split: str = "test") -> dict[str, pd.DataFrame]:

@@ -1,11 +1,12 @@
 """Records of notebook 14's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
 
-    python -m drehr_utils.papers.radiology.runs             # all that the record lacks: an hour or two of one core
+    python -m drehr_utils.papers.radiology.runs             # all that the record lacks: some hours of one core
     python -m drehr_utils.papers.radiology.runs --check     # which of its rows are of another recipe or other data
 
 data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained. Of IU
 X-ray these are numbers alone: findings, and an entry's or query's number, no text and no report's id. A training that
-was cut off is begun again; what was done before it is kept.
+was cut off is begun again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
+`python -m drehr_utils.training.weights smollm2` has fetched it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from drehr_utils.papers.radiology.reports import read_judgments
 from drehr_utils.papers.radiology.retrieval import bm25, dense, remembering
 from drehr_utils.papers.radiology.systems import IU, OPEN
 from drehr_utils.profiles import Profile
+from drehr_utils.training import weights
 
 RECORD = Record("runs/radiology.csv.gz")
 BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
+PLAIN, LM, ON_PLAIN = systems.PLAIN, f"{systems.PLAIN} (LM-tuned)", f"SBERT on {systems.PLAIN}"
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
 TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
 SEEDS = (1, 2)  # beside 0, of the models that Tables 2 to 4 test
@@ -73,6 +76,16 @@ def trainings(
     yield from (Training(row.label, FOLDS + IU, row) for row in rows.get(IU, ()))
 
 
+def from_plain(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None) -> Iterator[Training]:
+    """The rows of Tables 2 to 4 from a plain start: as it is, tuned on a collection's sentences, trained with triplets.
+    They are records alone; `tried` as in `trainings`."""
+    sizes = profile.radiology
+    yield Training(PLAIN, NOTHING)
+    yield from (Training(LM, c, sizes.mlm) for c in OPEN)
+    best = systems.chosen(profile, sizes.best, tried and tried())
+    yield from (Training(ON_PLAIN, c, best) for c in OPEN)
+
+
 # --- made --------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +94,7 @@ def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> p
     collection that was `tested` (`tests`; default: all others than the trained one), and how many steps the training
     took and how many entries it was `shown`."""
     system, trained, config = training.system, training.trained, training.config
+    profile = systems.start_of(profile, system)
     if trained.startswith(FOLDS):
         collection = trained.removeprefix(FOLDS)
         parts = systems.fold_values(profile, collection, config)
@@ -97,18 +111,18 @@ def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> p
 def _encoder(profile: Profile, training: Training) -> SentenceTransformer:
     if training.config is None:
         return pipeline.starting_encoder(profile)
-    if training.system == MLM:
-        return systems.mlm_tuned(profile, training.trained)
+    if training.system in (MLM, LM):
+        return systems.lm_tuned(profile, training.trained)
     return systems.sbert(profile, training.trained, training.config)
 
 
 def budget(profile: Profile, training: Training) -> dict[str, int]:
-    """Steps, and entries shown (of the MLM-tuned: sentences), repeats counted; of two folds, the first one's."""
+    """Steps, and entries shown (of the LM-tuned: sentences), repeats counted; of two folds, the first one's."""
     config = training.config
     if config is None:
         return {"steps": 0, "shown": 0}
-    if training.system == MLM:
-        steps = triplets.mlm_steps(len(systems.said_in(profile, training.trained)), config)
+    if training.system in (MLM, LM):
+        steps = triplets.lm_steps(len(systems.said_in(profile, training.trained)), config)
         return {"steps": steps, "shown": steps * config.batch_size}
     steps = triplets.mega_batches(len(_entries(profile, training)), config)[1]
     return {"steps": len(steps), "shown": sum(map(len, steps))}
@@ -125,9 +139,11 @@ def digest(profile: Profile, training: Training) -> str:
     """Of the recipe and the data that a training's values come from, whatever code made them. IU X-ray counts where it
     trains: to a test it is as it was published, and how it is labelled the open entries tell."""
     data = [systems.entries(profile, c) for c in (*OPEN, *([IU] if IU in training.trained else []))]
-    said = systems.said_in(profile, training.trained) if training.system == MLM else []
+    said = systems.said_in(profile, training.trained) if training.system in (MLM, LM) else []
     judged = [] if training.trained.startswith(FOLDS) else read_judgments()
-    return artifacts.digest(training.config, data, said, judged, pipeline.start_digest(profile))
+    return artifacts.digest(
+        training.config, data, said, judged, pipeline.start_digest(systems.start_of(profile, training.system))
+    )
 
 
 # --- read --------------------------------------------------------------------------------------------------------
@@ -150,13 +166,14 @@ def live_name(profile: Profile) -> str:
 
 
 def _named(found: pd.DataFrame, best: str) -> pd.DataFrame:
-    """With `name`, missing where no table shows it: the rates that weren't chosen, and MLM-tuning on another collection
-    than TRAIN_OF's. A model of another one than that says in its name which, in Table 4 all do."""
+    """With `name`, missing where no table shows it: the rates that weren't chosen, and what was tuned, or trained from
+    a plain start, on another collection than TRAIN_OF's. A model of another one than that says in its name which, in
+    Table 4 all do."""
     tried = tried_rates(found)
     tried = tried[tried["row"] == best]
     rates = [0, *tried.loc[tried.index[tried["all"] == tried["all"].max()], "learning rate"]]
     usual = found["trained"] == found["tested"].map(TRAIN_OF)
-    name = found["system"].where((found["system"] != MLM) | usual)
+    name = found["system"].where(~found["system"].isin([MLM, LM, ON_PLAIN]) | usual)
     name = name.where((found["table"] != 1) | found["rate"].isin(rates))
     elsewhere = (found["system"] == SBERT) & (~usual | (found["table"] == 4))
     return found.assign(name=name.mask(elsewhere, "SBERT (trained on " + found["trained"] + ")"))
@@ -187,8 +204,17 @@ def stale(profile: Profile) -> list[str]:
     rates = [Training(config.label, FOLDS + "A", config) for config in search]
     if lacking := sum((RECORD.fault(profile, rate.key, digest(profile, rate)) for rate in rates), []):
         return [*lacking, "and all that are trained at the learning rate which these choose"]
-    asked = trainings(profile, SEEDS, lambda: tried_rates(RECORD.read(profile)))
-    return sum((RECORD.fault(profile, training.key, digest(profile, training)) for training in asked), [])
+    return sum((RECORD.fault(profile, t.key, digest(profile, t)) for t in _of_record(profile, SEEDS)), [])
+
+
+def _of_record(profile: Profile, seeds: tuple[int, ...]) -> Iterator[Training]:
+    """All that the record is to have, the learning rate chosen by what it has."""
+
+    def tried() -> pd.DataFrame:
+        return tried_rates(RECORD.read(profile))
+
+    yield from trainings(profile, seeds, tried)
+    yield from from_plain(profile, tried)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -197,7 +223,10 @@ def main(arguments: list[str] | None = None) -> None:
     options, profile = records.parse(parser, arguments)
     if options.check:
         records.end_check(stale(profile))
-    for training in trainings(profile, tuple(options.seeds), lambda: tried_rates(RECORD.read(profile))):
+    for training in _of_record(profile, tuple(options.seeds)):
+        if lacking := weights.missing(str(systems.start_of(profile, training.system).encoder)):
+            print(f"{training.system}: left out. {lacking}")
+            continue
         made_of = digest(profile, training)
         RECORD.add(profile, training.key, partial(values, profile, training), options.remake, made_of)
 

@@ -33,9 +33,10 @@ from drehr_utils.papers.radiology.retrieval import (
     separation_values,
 )
 from drehr_utils.profiles import Profile
-from drehr_utils.training import encoders
+from drehr_utils.training import encoders, weights
 
 OPEN, IU = ("A", "B"), "IU X-ray"
+PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's BERTs had not
 
 
 @cache
@@ -70,6 +71,11 @@ def test_entries(profile: Profile, collection: str) -> list[Entry]:
 # --- models ------------------------------------------------------------------------------------------------------
 
 
+def start_of(profile: Profile, system: str) -> Profile:
+    """The profile with the encoder that the system starts from: PLAIN (last states, mean) where its name says so."""
+    return replace(profile, encoder=weights.SMOLLM2, pooling="mean") if PLAIN in system else profile
+
+
 def _trained(
     profile: Profile, kind: str, train: Callable[..., SentenceTransformer], data: Sequence, config: TripletConfig
 ) -> SentenceTransformer:
@@ -88,9 +94,9 @@ def sbert(profile: Profile, collection: str, config: TripletConfig | None = None
     return _trained(profile, "sbert", triplets.train_triplets, training_entries(profile, collection), config)
 
 
-def mlm_tuned(profile: Profile, collection: str) -> SentenceTransformer:
+def lm_tuned(profile: Profile, collection: str) -> SentenceTransformer:
     """The starting encoder tuned on a collection's sentences, without labels (§3.3)."""
-    return _trained(profile, "mlm", triplets.tune_mlm, said_in(profile, collection), profile.radiology.mlm)
+    return _trained(profile, "lm", triplets.tune_lm, said_in(profile, collection), profile.radiology.mlm)
 
 
 def said_in(profile: Profile, collection: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training a sentence encoder with triplets (Radiology §2.3, Appendix A), and with a masked language model.
+"""Training a sentence encoder with triplets (Radiology §2.3, Appendix A), and as a language model.
 
 A triplet is a query, a sentence that matches it and one that doesn't. Hard sampling takes the unmatched sentence most
 similar to the query; mega-batching (Wieting and Gimpel, 2018) looks for it in a larger pool than the batch of a step.
@@ -16,7 +16,13 @@ import pandas as pd
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, Trainer
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
+    Trainer,
+)
 from transformers.utils import logging
 
 from drehr_utils.config import MARGIN, TripletConfig
@@ -161,36 +167,40 @@ def train_triplets(
     return encoder
 
 
-def mlm_steps(sentences: int, config: TripletConfig) -> int:
+def lm_steps(sentences: int, config: TripletConfig) -> int:
     steps = max(1, config.epochs * sentences // config.batch_size)
     return min(steps, config.max_steps or steps)
 
 
-def tune_mlm(
+def tune_lm(
     encoder: SentenceTransformer, sentences: Sequence[str], config: TripletConfig, progress: bool = True
 ) -> SentenceTransformer:
-    """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A).
+    """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A); of a
+    decoder, which predicts the next word, that.
 
-    A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place."""
+    A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place. A
+    decoder's is its table of tokens."""
     ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
-    steps = mlm_steps(len(ids), config)
+    steps = lm_steps(len(ids), config)
+    masked = type(encoder[0].auto_model.config) in MODEL_FOR_MASKED_LM_MAPPING
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         encoders.save_encoder(encoder, Path(folder, "start"))
         torch.manual_seed(config.seed)  # of the new head
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # says at length that the head is new
-        model = AutoModelForMaskedLM.from_pretrained(Path(folder, "start"), attn_implementation="eager")
+        model = kind.from_pretrained(Path(folder, "start"), attn_implementation="eager")
         logging.set_verbosity(level)
         prepare_for_training(model, config)
         trainer = Trainer(
             model=model,
             args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),
             train_dataset=[{"input_ids": row} for row in ids],
-            data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, seed=config.seed),
+            data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, mlm=masked, seed=config.seed),
         )
         fit(trainer, progress)
     body = getattr(model, model.base_model_prefix).state_dict()
     missing = encoder[0].auto_model.load_state_dict(body, strict=False).missing_keys
     if any(not key.startswith("pooler") for key in missing):
-        raise DataError(f"MLM tuning: {missing[0]} is not in the masked language model; use an encoder of its family")
+        raise DataError(f"LM tuning: {missing[0]} is not in the language model; use an encoder of its family")
     return encoder

@@ -141,6 +141,12 @@ def test_poly_encoder_is_equation_2_of_the_encoders_outputs_whatever_the_padding
         torch.testing.assert_close(scores[:, j], (torch.relu(y) * q).sum(dim=1), atol=1e-3, rtol=1e-3)
 
 
+def test_poly_encoder_over_one_vector_is_equation_2_with_all_weight_on_it(start):
+    model = PolyEncoder(start, start, pooled=True, passage_tokens=64).eval()
+    q, P = (torch.from_numpy(encoders.encode(start, t)) for t in (QUERIES, [p.text for p in passages()]))
+    torch.testing.assert_close(model(QUERIES, passages()).detach(), SCALE * q @ torch.relu(P).T, atol=1e-3, rtol=1e-3)
+
+
 def test_cross_encoder_reads_pairs_in_any_order(start):
     torch.manual_seed(0)
     model = CrossEncoder(start, max_tokens=48).eval()
@@ -195,7 +201,10 @@ def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():
         assert model.train().training and model.encoder.training is not frozen
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (systems.BI_SHARED, systems.POLY, systems.CROSS)]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in (systems.BI_SHARED, systems.POLY, systems.POLY_POOLED, systems.CROSS)
+]
 
 
 @pytest.mark.parametrize("name", [*SLOW, systems.CDV])

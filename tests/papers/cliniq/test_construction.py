@@ -12,6 +12,7 @@ from drehr_utils.config import CliniqSizes, Resampling
 from drehr_utils.data.benchmark import load_benchmark, single_patient_tasks
 from drehr_utils.data.notes import Note, read_notes
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation import metrics
 from drehr_utils.evaluation.tables import paper_figures
 from drehr_utils.llm.servers import Server
 from drehr_utils.papers.cliniq import agreement, construction, curation, judging, statistics
@@ -124,6 +125,22 @@ def test_a_query_of_two_kinds_is_one_and_ids_grow_with_their_number():
     assert draft.query_types == {"q0000": "drug", "q0001": "disease"}
     assert [p.query_ids for p in draft.patients] == [["q0001", "q0000"], ["q0001", "q0000"]]
     assert [p.chunk_ids for p in draft.patients] == [["n1_0", "n1_1"], ["n2_0"]]
+
+
+def test_of_an_admission_the_first_summary_and_a_patients_notes_drawn_together(tmp_path, monkeypatch):
+    rows = [("n1", "p", "1"), ("n2", "p", "1"), ("n3", "p", "2"), ("n4", "q", "3"), ("n5", "q", "")]
+    table = "".join(f'{note},{who},{stay},"Well on zinc."\n' for note, who, stay in rows)
+    (tmp_path / "discharge.csv").write_text(f"note_id,subject_id,hadm_id,text\n{table}")
+    (tmp_path / "splits.csv").write_text(
+        "subject_id,note_id,split\n" + "".join(f"{who},{note},test\n" for note, who, _ in rows)
+    )
+    notes = construction.split_notes(tmp_path, "test")
+    assert [note.note_id for note in notes] == ["n1", "n3", "n4", "n5"]  # n2 is its admission's second
+    coded = curation.CodedAdmissions({}, {}, {stay: ["Zinc"] for stay in ("1", "2", "3", "")}, {}, {})
+    draft = construction.draft_benchmark(notes[:3], coded, {("drug", "Zinc"): "zinc"})
+    assert metrics.patient_of(draft) == {"n1": "p", "n3": "p", "n4": "n4"}
+    bench = construction.with_judgments(draft, {("q0000", c) for c in draft.corpus}, {})
+    assert set(metrics.single_patient(bench, np.zeros((1, 3)))["patient"]) == {"p", "n4"}
 
 
 def test_a_sample_is_drawn_once_and_in_order():

@@ -12,6 +12,7 @@ from drehr_utils.config import Resampling
 from drehr_utils.evaluation import records
 from drehr_utils.papers.radiology import lexicon, retrieval, runs, systems
 from drehr_utils.profiles import load_profile
+from drehr_utils.training import weights
 
 
 @pytest.fixture
@@ -33,13 +34,16 @@ def smoke(monkeypatch, tmp_path, start):
         made.cache_clear()
 
 
-def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
+def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypatch):
+    monkeypatch.setattr(weights, "locate", lambda name: decoder)  # SmolLM2, tiny
     committed = runs.RECORD.path(load_profile("open"))
     before = committed.read_bytes() if committed.exists() else None
     runs.main(["--seeds", "1"])
     record = runs.RECORD.read(smoke)
-    asked = list(runs.trainings(smoke, (1,)))
-    assert {"SBERT (radiology)", "SBERT/HS/MB(128)", "MiniLM (MLM-tuned)", "BM25"} <= set(record["system"])
+    asked = [*runs.trainings(smoke, (1,)), *runs.from_plain(smoke)]
+    assert {"SBERT (radiology)", "SBERT/HS/MB(128)", "MiniLM (MLM-tuned)", "SmolLM2 (LM-tuned)", "BM25"} <= set(
+        record["system"]
+    )
     assert len(record.groupby(["system", "trained", "rate", "seed"])) == len(asked)
     for training in asked:
         rows = record[(record[list(training.key)] == pd.Series(training.key)).all(axis=1)]
@@ -56,6 +60,14 @@ def test_what_is_recorded_is_what_was_measured(smoke, capsys, monkeypatch):
     assert (committed.read_bytes() if committed.exists() else None) == before
 
 
+def test_without_its_weights_a_plain_start_is_left_out(smoke, capsys, monkeypatch):
+    monkeypatch.setattr(weights, "locate", lambda name: None)
+    monkeypatch.setattr(runs, "trainings", lambda *_: iter(()))
+    runs.main([])
+    said = capsys.readouterr().out
+    assert "SmolLM2 (LM-tuned): left out" in said and "python -m drehr_utils.training.weights smollm2" in said
+
+
 def test_rows_are_named_by_what_trained_them():
     rows = [
         ("SBERT/HS/MB(128)", "folds of A", 1e-5, 1, "A", 60.0),
@@ -65,10 +77,11 @@ def test_rows_are_named_by_what_trained_them():
         ("SBERT (radiology)", "IU X-ray", 2e-5, 2, "B", 50.0),
         ("SBERT (radiology)", "A", 2e-5, 4, "B", 50.0),
         ("MiniLM (MLM-tuned)", "B", 5e-5, 2, "IU X-ray", 50.0),
+        ("SBERT on SmolLM2", "B", 2e-5, 2, "IU X-ray", 50.0),
     ]
     found = pd.DataFrame(rows, columns=["system", "trained", "rate", "table", "tested", "value"])
     named = runs._named(found.assign(metric="mAP", query_type="positive"), "SBERT/HS/MB(128)")["name"]
-    assert named.isna().tolist() == [True, False, False, False, False, False, True]
+    assert named.isna().tolist() == [True, False, False, False, False, False, True, True]
     assert named[3:6].tolist() == ["SBERT (radiology)", "SBERT (trained on IU X-ray)", "SBERT (trained on A)"]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from drehr_utils.config import TripletConfig
 from drehr_utils.errors import DataError
@@ -15,7 +16,7 @@ from drehr_utils.papers.radiology.triplets import (
     sample_unmatched,
     train_triplets,
     triplet_loss,
-    tune_mlm,
+    tune_lm,
 )
 from drehr_utils.training import encoders
 
@@ -102,12 +103,28 @@ def test_mlm_tuning_changes_the_encoder_with_the_dropout_asked_for():
 
     def tuned(dropout):
         config = TripletConfig(batch_size=3, epochs=1, dropout=dropout)
-        return encoders.encode(tune_mlm(encoders.load_encoder("minilm"), sentences, config, False), sentences)
+        return encoders.encode(tune_lm(encoders.load_encoder("minilm"), sentences, config, False), sentences)
 
     without, default, of_bert = tuned(0.0), tuned(None), tuned(0.1)
     assert np.isfinite(without).all()
     assert not np.allclose(without, encoders.encode(encoders.load_encoder("minilm"), sentences))
     assert not np.allclose(without, of_bert) and np.array_equal(default, of_bert)
+
+
+def test_a_decoder_is_tuned_to_predict_the_next_word(decoder):
+    sentences, config = [e.sentence for e in ENTRIES], TripletConfig(batch_size=3, epochs=30, learning_rate=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(decoder)
+
+    def loss() -> float:
+        """transformers' own, of each sentence by itself."""
+        ids = [tuned.tokenizer(s, return_tensors="pt")["input_ids"] for s in sentences]
+        return sum(model(input_ids=i, labels=i).loss.item() for i in ids) / len(ids)
+
+    tuned = encoders.load_encoder(decoder, "mean")
+    before = loss()
+    tune_lm(tuned, sentences, config, False)
+    model.model.load_state_dict(tuned[0].auto_model.state_dict())
+    assert loss() < 0.8 * before
 
 
 def test_a_batch_without_an_unmatched_sentence_teaches_nothing():
