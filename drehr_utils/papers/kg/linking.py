@@ -172,8 +172,10 @@ def load_ncbi_disease(graph: KnowledgeGraph, name: str) -> TestSet | None:
 def own_task(train: Task, dev: Task, mentions: int, concepts: int, seed: int, but: Iterable[Mention] = ()) -> TestSet:
     """A task's dev pairs as a test set: mentions that are no training pair's mention, among dev's concepts.
 
-    A text may be another training pair's concept: a parent in one pair is a child in the next. `concepts`: how many of
-    dev's concepts are drawn at most, beside the gold ones. `but`: mentions that something was chosen by, left out."""
+    A text may be another training pair's concept: a parent in one pair is a child in the next. Of the comb, whose two
+    sides number their texts apart, more mentions go than need to, whichever have a number of train's: some 340 of 500
+    stay, by which the records' learning rates were chosen. `concepts`: how many of dev's concepts are drawn at most,
+    beside the gold ones. `but`: mentions that something was chosen by, left out."""
     chosen_by = [int(mention.id) for mention in but]
     unseen = np.setdiff1d(dev.mention, np.union1d(train.mention, np.array(chosen_by, dtype=int)))
     own = _as_test_set(f"{train.name}, dev", dev, unseen, mentions, concepts, seed)
