@@ -62,7 +62,9 @@ def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypat
 
 def test_without_its_weights_a_plain_start_is_left_out(smoke, capsys, monkeypatch):
     monkeypatch.setattr(weights, "locate", lambda name: None)
-    monkeypatch.setattr(runs, "trainings", lambda *_: iter(()))
+    monkeypatch.setattr(runs, "trainings", lambda *_: iter(()))  # which would choose the learning rate
+    monkeypatch.setattr(runs, "tried_rates", lambda found: None)
+    monkeypatch.setattr(systems, "chosen", lambda profile, config, tried: config)
     runs.main([])
     said = capsys.readouterr().out
     assert "SmolLM2 (LM-tuned): left out" in said and "python -m drehr_utils.training.weights smollm2" in said

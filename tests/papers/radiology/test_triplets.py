@@ -124,7 +124,7 @@ def test_a_decoder_is_tuned_to_predict_the_next_word(decoder):
     before = loss()
     tune_lm(tuned, sentences, config, False)
     model.model.load_state_dict(tuned[0].auto_model.state_dict())
-    assert loss() < 0.8 * before
+    assert loss() < 0.9 * before
 
 
 def test_a_batch_without_an_unmatched_sentence_teaches_nothing():
