@@ -53,6 +53,7 @@ TRIES = 10  # of a search whose files an update takes away
 EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 400, 2000
 CODED = 4  # numbers of a vector that one byte stands for
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
+TRAINING_LOCK = ".training.lock"  # in a folder of `drehr-search train`; not the name of an index's own lock
 _UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
@@ -135,7 +136,7 @@ class NoteIndex:
     def open(cls, folder: str | Path) -> Self:
         """The index in `folder`. Raises DataError where there is none, or LanceDB isn't installed."""
         folder = Path(folder)
-        if (folder / ".training.lock").exists():
+        if (folder / TRAINING_LOCK).exists():
             raise DataError(f"{folder.name}/: is what `drehr-search train` made: give it as --model, and a new --index")
         if not (folder / _HYBRID).is_dir() and not is_new(folder):
             raise DataError(f"{folder.name}/: isn't empty, and no index; name another folder")

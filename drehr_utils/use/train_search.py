@@ -24,9 +24,10 @@ from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, save_bios
 from drehr_utils.profiles import PROFILES
 from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
+from drehr_utils.search.index import TRAINING_LOCK
 from drehr_utils.training import encoders
 
-HYBRID, LOCK = "hybrid", ".training.lock"  # another name than an index's: neither is taken for the other
+HYBRID = "hybrid"
 MOST_STEPS = 100  # unless a number is given: as the profile open, half an hour on one core
 MEASURED_STEPS = 4  # the first, which also waits for the processor's caches, isn't among them
 
@@ -47,13 +48,13 @@ def train_on(
 
     `notes`: None where `source` is a folder in MIMIC's layout, whose splits count; else all of them train. Raises
     DataError for a folder that holds something else, no match with the graph, and too few chunks for a batch."""
-    if out.exists() and any(out.iterdir()) and not (out / LOCK).exists():
+    if out.exists() and any(out.iterdir()) and not (out / TRAINING_LOCK).exists():
         raise DataError(f"{out.name}/: isn't empty, and no training of ours; name a new folder with --out")
     before = Hybrid.load(start, KnowledgeGraph())
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     files.keep_private(out)
     files.write_atomically(out / ".gitignore", b"*\n")
-    with artifacts.lock(out / LOCK, "training on notes", wait=False):
+    with artifacts.lock(out / TRAINING_LOCK, "training on notes", wait=False):
         asked = bool(answers or llm)
         profile = replace(
             PROFILES["full"],
