@@ -212,6 +212,7 @@ _FULL = replace(
     kg=replace(
         _OPEN.kg,
         training=replace(_PAIRS, max_steps=1000),
+        plain=replace(_PAIRS, max_steps=500),
         supervised=replace(_OPEN.kg.supervised, max_steps=300),
     ),
 )

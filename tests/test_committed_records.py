@@ -6,12 +6,15 @@ import pytest
 
 from drehr_utils.data import public_data
 from drehr_utils.papers.capr import runs as capr
+from drehr_utils.papers.drehr import windows_search
 from drehr_utils.papers.kg import runs as kg
 from drehr_utils.papers.radiology import runs as radiology
 from drehr_utils.profiles import load_profile
 
 
-@pytest.mark.parametrize("runs", [capr, kg, radiology], ids=lambda runs: runs.__name__.split(".")[-2])
+@pytest.mark.parametrize(
+    "runs", [capr, kg, radiology, windows_search], ids=lambda runs: ".".join(runs.__name__.split(".")[-2:])
+)
 def test_no_committed_record_is_of_other_settings_or_data(runs: ModuleType):
     if runs is kg and public_data.locate("ncbi_disease") is None:
         pytest.skip("its records have NCBI Disease, which isn't here")

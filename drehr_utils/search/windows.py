@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
-from drehr_utils.data.notes import WINDOW_WORDS
+from drehr_utils.data.notes import WINDOW_WORDS as WINDOW_WORDS
 from drehr_utils.data.notes import windows as windows
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training.encoders import encode

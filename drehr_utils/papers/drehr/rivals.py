@@ -46,15 +46,17 @@ def untrained_encoder(profile: Profile) -> Path:
     return pipeline.train_recipe(profile, Recipe(read_names=True))[0]
 
 
-def window_scores(profile: Profile, model: Path | None, bench: Benchmark) -> np.ndarray:
-    """As pipeline.model_scores, of each chunk's best window (windows.best_windows)."""
+def window_scores(
+    profile: Profile, model: Path | None, bench: Benchmark, width: int = windows.WINDOW_WORDS
+) -> np.ndarray:
+    """As pipeline.model_scores, of each chunk's best window of `width` words (windows.best_windows)."""
     made_of = model.resolve() if model else pipeline.start_digest(profile)
-    key = artifacts.digest(window_scores, made_of, bench.queries, bench.corpus)
+    key = artifacts.digest(window_scores, made_of, bench.queries, bench.corpus, width)
 
     def make() -> np.ndarray:
         encoder = encoders.load_encoder(model) if model else pipeline.starting_encoder(profile)
         asked = encoders.encode(encoder, list(bench.queries.values()), prompt=encoders.query_prompt(encoder))
-        return windows.best_windows(asked, *windows.encode_windows(encoder, list(bench.corpus.values())))
+        return windows.best_windows(asked, *windows.encode_windows(encoder, list(bench.corpus.values()), width=width))
 
     return artifacts.cached_file(profile.cache / f"scores/windows-{key}.npy", make)
 

@@ -123,7 +123,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
     recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.candidates(profile)
-    guarded = candidate or row in systems.table4(profile) and not systems.is_hybrid(row)
+    guarded = candidate or row in (*systems.table4(profile), systems.BY_WINDOWS) and not systems.is_hybrid(row)
     for split in SPLITS[: 1 if candidate else 2]:
         bench = pipeline.benchmark(profile, split)
         scores = systems.scores(profile, row, model, bench)

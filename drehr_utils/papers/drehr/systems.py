@@ -63,9 +63,10 @@ def table4(profile: Profile) -> dict[str, Recipe]:
 
 
 def by_windows(profile: Profile) -> dict[str, Recipe]:
-    """The improved recipe with windows in its loss as in search, half of a chunk's similarity, for twice the steps."""
+    """The improved recipe with windows in its loss as in search, half of a chunk's similarity, for twice the steps; and
+    the published one as it is, searched with windows."""
     recipe = profile.improved.each(lambda stage: replace(stage, windows=0.5, epochs=2 * stage.epochs))
-    return {BY_WINDOWS: recipe, HYBRID_BY_WINDOWS: recipe}
+    return {BY_WINDOWS: recipe, HYBRID_BY_WINDOWS: recipe, rivals.PUBLISHED_WINDOWS: profile.published}
 
 
 def scores(profile: Profile, row: str, model: Path, bench: Benchmark) -> np.ndarray:

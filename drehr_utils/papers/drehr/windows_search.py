@@ -1,0 +1,85 @@
+"""The search for training that suits windows, on dev: the improved recipe with one thing changed at a time.
+
+    python -m drehr_utils.papers.drehr.windows_search            # the changes that data/runs/windows_search.csv lacks
+
+Each is one training, minutes on a GPU and hours without. Notebook 08 shows the record; test is never read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pandas as pd
+
+from drehr_utils import artifacts, pipeline
+from drehr_utils.config import Recipe
+from drehr_utils.evaluation import records
+from drehr_utils.evaluation.records import Record
+from drehr_utils.papers.drehr import rivals, runs
+from drehr_utils.profiles import Profile
+from drehr_utils.search.hybrid import Weights
+
+RECORD = Record("runs/windows_search.csv")
+SEARCHED = {  # how a training's encoder is scored: alone, with windows, and in the hybrid by weights that fit them all
+    "alone": Weights(0, 0),
+    "windows": Weights(0, 0, 0.5),
+    "hybrid": Weights(0.3, 0.2, 0.5),
+}
+
+
+def changes(profile: Profile) -> dict[str, Recipe]:
+    """Name -> the improved recipe with that change."""
+    double = {"epochs": 2 * profile.improved.stage2.epochs}
+    found = {
+        "the recipe as it is": {},
+        "twice the steps": double,
+        "batches of 128": {"batch_size": 128, "epochs": 2 * double["epochs"]},
+        "4 hard negatives a chunk": {"hard_negatives": 4},
+        "windows, half of the similarity": {"windows": 0.5},
+        "windows and 4 hard negatives": {"windows": 0.5, "hard_negatives": 4},
+        "windows, twice the steps": {"windows": 0.5} | double,
+        "windows, four times the steps": {"windows": 0.5, "epochs": 2 * double["epochs"]},
+        "windows, three quarters, twice the steps": {"windows": 0.75} | double,
+        "windows, batches of 128, as many steps": {"windows": 0.5, "batch_size": 128, "epochs": 4 * double["epochs"]},
+    }
+    return {name: replace(profile.improved, stage2=replace(profile.improved.stage2, **c)) for name, c in found.items()}
+
+
+def digest(profile: Profile, recipe: Recipe) -> str:
+    return artifacts.digest(recipe, runs.data_digest(profile, recipe))
+
+
+def scored(profile: Profile, recipe: Recipe) -> pd.DataFrame:
+    """One row: the training's length, and dev's mean of the six metrics by each way of SEARCHED."""
+    model, curves = pipeline.train_recipe(profile, recipe)
+    dev = pipeline.benchmark(profile, "dev")
+    found = {
+        how: rivals.mean_of_six(dev, rivals.joined_scores(profile, model, dev, weights))
+        for how, weights in SEARCHED.items()
+    }
+    return pd.DataFrame([{"steps": len(curves["stage2"]), "chunks": pipeline.budget(recipe, curves)} | found])
+
+
+def stale(profile: Profile) -> list[str]:
+    """The changes that the record lacks, or has of another recipe or other data."""
+    made_of = {name: digest(profile, recipe) for name, recipe in changes(profile).items()}
+    return sum((RECORD.fault(profile, {"change": name}, of) for name, of in made_of.items()), [])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = records.command(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="CHANGE")
+    options, profile = records.parse(parser, arguments)
+    known = changes(profile)
+    if unknown := set(options.only or ()) - set(known):
+        parser.error(f"no change {min(unknown)!r}; there are {', '.join(map(repr, known))}")
+    if options.check:
+        records.end_check(stale(profile))
+    for name in options.only or known:
+        make, made_of = partial(scored, profile, known[name]), digest(profile, known[name])
+        RECORD.add(profile, {"change": name}, make, options.remake, made_of)
+
+
+if __name__ == "__main__":
+    main()
