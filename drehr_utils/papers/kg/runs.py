@@ -99,6 +99,10 @@ class Recorded:
         found = self.values[self.values["group"] == group].reset_index(drop=True)
         return found[[*COLUMNS, "seed"] if found["seed"].nunique() > 1 else COLUMNS]
 
+    def first(self) -> Recorded:
+        """The first training alone: `seen_test`'s mentions are other ones for each."""
+        return Recorded(self.values[self.values["seed"] == self.values["seed"].min()])
+
 
 Model = str | Path | Recorded
 

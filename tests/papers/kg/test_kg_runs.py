@@ -85,3 +85,10 @@ def test_the_committed_records_give_table_3_and_figure_2():
         assert len(rows) and (rows["budget"] == rows["system"].map(shown)).all()
         keys = pd.MultiIndex.from_frame(rows[["system", "group", "metric"]])
         assert rows["ours"].to_numpy() == pytest.approx(means[keys].to_numpy(), abs=1e-3)
+
+
+def test_what_a_training_was_shown_is_asked_of_the_first_alone():
+    values = pd.DataFrame({"search_id": ["a", "b"], "value": [1.0, 0.0], "seed": [2, 1], "group": "seen"})
+    values = values.assign(query_id="q", query_type="", metric="R@1")
+    found = runs.Recorded(values).first().recall("seen")
+    assert found["search_id"].tolist() == ["b"] and "seed" not in found
