@@ -80,7 +80,8 @@ and about a point fewer among the first five (untested); on the rest a shorter t
     systems.BY_WINDOWS: dict(
         about="""It was trained as it
 is searched: a chunk's similarity is half its own and half that of its best window of twelve words (notebook 08,
-"Trained on windows"). It is the record `DR.EHR (by windows)` of the project's Table 4.""",
+"Trained on windows"). It is the first of the three
+trainings that are the record `DR.EHR (by windows)` of the project's Table 4, by its hybrid the middle one on dev.""",
         searched="""Use it with windows
 (`drehr_utils.search.windows`), or by `drehr-search` (README), which joins it with the graph's names and BM25 as well: a
 whole chunk's one vector is poorer than drehr-improved's.""",

@@ -99,12 +99,15 @@ class Recorded:
         found = self.values[self.values["group"] == group].reset_index(drop=True)
         return found[[*COLUMNS, "seed"] if found["seed"].nunique() > 1 else COLUMNS]
 
-    def first(self) -> Recorded:
-        """The first training alone: `seen_test`'s mentions are other ones for each."""
-        return Recorded(self.values[self.values["seed"] == self.values["seed"].min()])
-
 
 Model = str | Path | Recorded
+
+
+def first_training(model: Model) -> Model:
+    """Of a record of several trainings the first alone: each was shown other mentions (seen_test)."""
+    if not isinstance(model, Recorded):
+        return model
+    return Recorded(model.values[model.values["seed"] == model.values["seed"].min()])
 
 
 def recorded(profile: Profile) -> dict[str, Recorded]:

@@ -90,5 +90,6 @@ def test_the_committed_records_give_table_3_and_figure_2():
 def test_what_a_training_was_shown_is_asked_of_the_first_alone():
     values = pd.DataFrame({"search_id": ["a", "b"], "value": [1.0, 0.0], "seed": [2, 1], "group": "seen"})
     values = values.assign(query_id="q", query_type="", metric="R@1")
-    found = runs.Recorded(values).first().recall("seen")
+    found = runs.first_training(runs.Recorded(values)).recall("seen")
     assert found["search_id"].tolist() == ["b"] and "seed" not in found
+    assert runs.first_training("BM25") == "BM25"
