@@ -128,7 +128,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         bench = pipeline.benchmark(profile, split)
         scores = systems.scores(profile, row, model, bench)
         found[split] = metrics.per_search(bench, scores)
-        if seed == 0 and row in systems.table4(profile) | systems.sizes(profile):
+        if seed == 0 and row in systems.table4(profile) | systems.sizes(profile) | systems.by_windows(profile):
             write_runs(profile, row, bench, scores, split)
     add_scores(scores_file(profile, row), name, found)
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}

@@ -60,7 +60,7 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
     assert systems.start_of(smoke, "HPO Syn") == (smoke, "HPO Syn")
     start, name = systems.start_of(smoke, "HPO Syn on SmolLM2")
     assert (start.kg.encoder, name) == ("smollm2", "HPO Syn") and start.kg.training.max_steps == 2
-    assert systems.start_of(load_profile("full"), rows[0])[0].kg.training.max_steps == 100
+    assert systems.start_of(load_profile("full"), rows[0])[0].kg.training.max_steps == 500
     first, second = systems.test_sets(smoke)[0], runs.tested(smoke, rows[1], 0)
     assert systems.zero_shot_setting(smoke, rows[1], first) == systems.MENTIONS_ONLY and first.name in second
     assert len({runs.digest(smoke, row, 0) for row in ("HPO Syn", *rows)}) == 1 + len(rows)
