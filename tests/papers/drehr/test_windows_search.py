@@ -6,7 +6,7 @@ import pytest
 from drehr_utils import pipeline
 from drehr_utils.data.notes import windows
 from drehr_utils.evaluation import metrics
-from drehr_utils.papers.drehr import rivals, windows_search
+from drehr_utils.papers.drehr import rivals, systems, windows_search
 from drehr_utils.profiles import load_profile
 from drehr_utils.training import encoders
 
@@ -17,6 +17,7 @@ def test_each_change_is_one_change_of_the_improved_recipe():
     assert found.pop("the recipe as it is") == profile.improved
     assert len(set(found.values())) == len(found) == 9 and all(recipe.read_names for recipe in found.values())
     steps = {name: recipe.stage2.epochs / profile.improved.stage2.epochs for name, recipe in found.items()}
+    assert found["windows, twice the steps"] == systems.by_windows(profile)[systems.BY_WINDOWS]  # what was chosen
     assert steps["windows, twice the steps"] == 2 and steps["windows, four times the steps"] == 4
 
 
