@@ -270,7 +270,7 @@ _SMOKE = replace(
 # --- mimic: the papers' scale ----------------------------------------------------------------------------------------
 
 _CAPR_PAPER = StageConfig(batch_size=32, epochs=50, learning_rate=2e-5, dropout=None)
-_LONGFORMER = "allenai/longformer-base-4096"
+_BIOBERT, _LONGFORMER = "dmis-lab/biobert-v1.1", "allenai/longformer-base-4096"
 _MIMIC = Profile(
     name="mimic",
     protected=True,
@@ -316,11 +316,14 @@ _MIMIC = Profile(
     capr=replace(
         _CAPR,
         systems=(
-            *_capr_systems(
-                _CAPR_PAPER,
-                replace(_CAPR_PAPER, batch_size=8),
-                replace(_CAPR_PAPER, learning_rate=1e-3, chunks_per_note=4),
-                replace(_CAPR_PAPER, epochs=5, chunks_per_note=4),
+            *(
+                replace(system, encoder=_BIOBERT)
+                for system in _capr_systems(
+                    _CAPR_PAPER,
+                    replace(_CAPR_PAPER, batch_size=8),
+                    replace(_CAPR_PAPER, learning_rate=1e-3, chunks_per_note=4),
+                    replace(_CAPR_PAPER, epochs=5, chunks_per_note=4),
+                )
             ),
             CaprSystem("CAPR-Longformer-Bi", "longformer-bi", _CAPR_PAPER, encoder=_LONGFORMER),
             CaprSystem("CAPR-Longformer-Poly", "longformer-poly", _CAPR_PAPER, encoder=_LONGFORMER),

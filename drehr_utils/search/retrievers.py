@@ -10,8 +10,8 @@ A baseline of your own is one entry of REGISTRY, with what the model's card says
 and its name in the profile's `cliniq.retrievers`, or in DREHR_RETRIEVERS="MiniLM (start),my-encoder". A hub's name or
 a folder there needs no entry, where cosine, no prefixes and the pooling saved with the model are right.
 
-The registry's settings are those that each model's authors document. `as_in_cliniq` makes of them what CliniQ's public
-evaluation script does: cosine similarity and 512 tokens for all, and bge without its instruction.
+The registry's settings are those that each model's authors document. `as_in_cliniq` makes of CliniQ's own retrievers
+what its public evaluation script does: cosine similarity and 512 tokens for all, and bge without its instruction.
 """
 
 from __future__ import annotations
@@ -112,6 +112,11 @@ REGISTRY = {
 }  # fmt: skip
 
 
+IN_CLINIQ = {
+    name for name in REGISTRY if name.startswith(("bge", "gte", "NV-", "MedCPT", "BMRetriever", "text-embedding"))
+}
+
+
 def find_retriever(name_or_path: str | Path) -> RetrieverSpec:
     """The registry's entry of that name; else a folder, or a hub name with a slash, with its own pooling and cosine.
 
@@ -131,7 +136,10 @@ def find_retriever(name_or_path: str | Path) -> RetrieverSpec:
 
 
 def as_in_cliniq(spec: RetrieverSpec) -> RetrieverSpec:
-    """`spec` as CliniQ's public evaluation script runs it: cosine, 512 tokens, no instruction for bge."""
+    """`spec` as CliniQ's public evaluation script runs it: cosine, 512 tokens, no instruction for bge; one that isn't
+    in CliniQ as its entry has it."""
+    if spec.name not in IN_CLINIQ:
+        return spec
     prefix = "" if spec.name.startswith("bge") else spec.query_prefix
     tokens = {} if spec.api else {"query_tokens": CHUNK_TOKENS, "passage_tokens": CHUNK_TOKENS}
     return replace(spec, similarity="cosine", query_prefix=prefix, **tokens)

@@ -8,6 +8,8 @@ import json
 import time
 from pathlib import Path
 
+from machine import about
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,7 +42,7 @@ def main() -> None:
         "single_patient_cpu_s": round(measured[1], 2),
         "cliniq_tables_s": round(time.perf_counter() - wall, 2),  # both settings, intervals and paired tests
         "cliniq_tables_cpu_s": round(time.process_time() - cpu, 2),
-    }
+    } | about("cliniq_")
     print(json.dumps(result, indent=1))
     if options.write:
         folder = Path(__file__).resolve().parents[2] / "figures/benchmarks"

@@ -28,8 +28,9 @@ from pathlib import Path
 
 import numpy as np
 from bench_growth import exponent
-from bench_matching import about, label, terms_up_to
+from bench_matching import label, terms_up_to
 from bench_search_index import ONE, write_notes
+from machine import about
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 2000
@@ -175,7 +176,7 @@ def measure(copies: Sequence[int], terms: int, workers: int) -> dict[str, float 
         for key in ("cpu_s", "mb"):
             values = [row[step][key] for row in rows.values()]
             result[f"corpus_{step}_{key}_exponent"] = exponent([row["n_chunks"] for row in rows.values()], values)
-    return result | {f"corpus_{key}": value for key, value in about().items()}
+    return result | about("corpus_")
 
 
 def main() -> None:

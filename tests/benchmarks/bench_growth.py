@@ -27,8 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from bench_matching import about, label, terms_up_to
+from bench_matching import label, terms_up_to
 from bench_search_index import ONE, write_notes
+from machine import about
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_NOTES, OF_TERMS = ("clean", "match", "positives", "index"), ("terms",)
@@ -152,7 +153,7 @@ def measure(times: Sequence[int], numbers: Sequence[int]) -> dict[str, float | i
     result = keys("growth_notes", by_notes, {factor * base: f"x{factor}" for factor in times})
     result |= {f"growth_notes_x{factor}": factor * base for factor in times}
     result |= keys("growth_terms", by_terms, {number: label(number) for number in numbers})
-    return result | {f"growth_{key}": value for key, value in about().items()}
+    return result | about("growth_")
 
 
 def main() -> None:

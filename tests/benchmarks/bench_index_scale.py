@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from machine import about
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "figures/benchmarks/index_scale.json"
@@ -478,11 +478,8 @@ def main() -> None:
               flush=True)  # fmt: skip
     if options.only not in (None, "none"):
         return
-    result = gathered(options.work, sizes) | {
-        "index_scale_date": datetime.date.today().isoformat(),
-        "index_scale_machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "index_scale_memory_gb": round(psutil.virtual_memory().total / 2**30),
-    }
+    memory = {"index_scale_memory_gb": round(psutil.virtual_memory().total / 2**30)}
+    result = gathered(options.work, sizes) | about("index_scale_") | memory
     print(json.dumps(result, indent=1))
     if options.write:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")

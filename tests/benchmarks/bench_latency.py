@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from machine import about
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before any library reads it: two threads on a busy machine wait for each other
 
 CHUNKS, K, WARM = 16_550, 100, 20
@@ -127,6 +129,7 @@ def main() -> None:
         for kind, times in kinds.items():
             result[f"latency_{name}{kind}_median_ms"] = round(float(np.median(times)), 3)
             result[f"latency_{name}{kind}_p95_ms"] = round(float(np.percentile(times, 95)), 3)
+    result |= about("latency_")
     print(json.dumps(result, indent=1))
     if options.write:
         folder = Path(__file__).resolve().parents[2] / "figures/benchmarks"

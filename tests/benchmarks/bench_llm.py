@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
-import platform
 import resource
 import socket
 import subprocess
@@ -34,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
+from machine import about
 
 from drehr_utils import corpus
 from drehr_utils.llm.client import answer_all
@@ -208,12 +207,7 @@ def main() -> None:
         result |= {f"llm_killed_{k}": v for k, v in killed_and_resumed(options.requests, place).items()}
         if options.real:
             result |= real(options.real.resolve(), place)
-    result |= {
-        "llm_requests": options.requests,
-        "llm_load": round(os.getloadavg()[0], 1),
-        "llm_date": datetime.date.today().isoformat(),
-        "llm_machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-    }
+    result |= {"llm_requests": options.requests} | about("llm_")
     print(json.dumps(result, indent=1))
     if options.write:
         path = ROOT / "figures/benchmarks/llm.json"

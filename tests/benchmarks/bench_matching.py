@@ -12,11 +12,9 @@ one alone. The trie may take LIMIT bytes; where that isn't enough, the largest n
 said, and the speed-up and the matches are compared at that number (`match_5m_reference_terms`)."""
 
 import argparse
-import datetime
 import gc
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -31,6 +29,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "knowledge"))  # for the reference, with the tests
 import reference_matching
+from machine import about
 
 REPEATS = 9
 KINDS = ("batch", "single", "trie")  # find_all of all chunks, find of each chunk, the reference of each chunk
@@ -206,15 +205,7 @@ def measure_large(number: int) -> dict[str, float | int | str]:
         "memory_ratio": round(trie["mb"] / same["mb"], 2),  # likewise
         "repeats": LARGE_REPEATS,
     }
-    return {f"match_{label(number)}_{key}": value for key, value in (found | about()).items()}
-
-
-def about() -> dict[str, float | str]:
-    return {
-        "load": round(os.getloadavg()[0], 1),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-    }
+    return {f"match_{label(number)}_{key}": value for key, value in found.items()} | about(f"match_{label(number)}_")
 
 
 def measure() -> dict[str, float | int | str]:
@@ -251,7 +242,7 @@ def measure() -> dict[str, float | int | str]:
         "match_reference_mb": round(said["trie"]["mb"], 1),
         "match_memory_ratio": round(said["trie"]["mb"] / max(said["batch"]["mb"], said["single"]["mb"]), 2),
         "match_repeats": REPEATS,
-    } | {f"match_{key}": value for key, value in about().items()}
+    } | about("match_")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/knowledge"))
 
+from machine import about  # noqa: E402
 from scipy.stats import binomtest  # noqa: E402
 from test_negation import accuracy, negspacy_predictions, own, sample  # noqa: E402
 
@@ -61,6 +62,7 @@ def main() -> None:
         result[f"{name}_own_accuracy"] = round(accuracy(ours, rows), 4)
         result[f"{name}_negspacy_accuracy"] = round(accuracy(theirs, rows), 4)
         result[f"{name}_mcnemar_p"] = round(binomtest(sum(differ), len(differ)).pvalue, 6) if differ else 1.0
+    result |= about("negation_")
     print(json.dumps(result, indent=1))
     if parser.parse_args().write:
         path = ROOT / "figures/benchmarks/negation.json"

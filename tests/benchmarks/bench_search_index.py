@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import gzip
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -28,6 +26,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from machine import about
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = os.environ | {"OMP_NUM_THREADS": "1"}  # two threads on a busy machine wait for each other
@@ -128,12 +127,8 @@ def measure(place: Path, number: int, windows: bool) -> dict[str, float | int | 
                 times.append(1000 * (time.perf_counter() - start))
         result[f"index_query_{name}_median_ms"] = round(float(np.median(times)), 1)
         result[f"index_query_{name}_p95_ms"] = round(float(np.percentile(times, 95)), 1)
-    return result | {
-        "index_query_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "index_load": round(os.getloadavg()[0], 1),
-        "index_date": datetime.date.today().isoformat(),
-        "index_machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-    }
+    peak = {"index_query_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+    return result | peak | about("index_")
 
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ and stands in its own row.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import pickle
-import platform
 import resource
 import statistics
 import subprocess
@@ -45,6 +43,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import about
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from transformers import TrainerCallback
@@ -330,10 +329,8 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
         "chunks": len(batches[0]),
         "positives": len(batches[0][0].drawn),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {processor()}, Python {platform.python_version()}",
     }
+    result |= about()
     if torch.cuda.is_available():
         again, losses_of = take_turns(prefix, model, batches, place, ("ours", HALF))  # three at once need more memory
         beside, half = again["ours"][WARM:], again[HALF][WARM:]
@@ -350,13 +347,6 @@ def measure(prefix: str, model: str, batches: Sequence[Sequence[Row]], place: Pa
         }
         result["machine"] = f"{torch.cuda.get_device_name()}; {result['machine']}"
     return {prefix + key: value for key, value in result.items()}
-
-
-def processor() -> str:
-    """The processor's name, as Linux has it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def main() -> None:

@@ -212,9 +212,8 @@ def reading(profile) -> None:
     from drehr_utils.errors import DataError
 
     copied(profile)
-    logs = profile.cache / "logs"
-    logs.mkdir(exist_ok=True)
-    ended, said = logs / f"ended-{os.getpid()}", logs / f"said-{os.getpid()}"
+    beside_it = Path(os.environ["DREHR_ROOT"])  # whose disk isn't full
+    ended, said = beside_it / f"ended-{os.getpid()}", beside_it / f"said-{os.getpid()}"
 
     def beside(do: Callable):
         def run() -> None:
@@ -266,6 +265,7 @@ STAGES: dict[str, Callable] = {
     stage.__name__: stage
     for stage in (positives, answers, training, scores, records, index, compaction, reading, graph, notebook)
 }
+PREPARED = {"compaction", "reading"}  # begin with an index that is there
 
 
 # --- what a stage leaves ----------------------------------------------------------------------------------------------
@@ -408,6 +408,9 @@ def trial(name: str, profile, points: int, rng: random.Random) -> dict:
     said = {}
     size = sum(path.stat().st_size for path in profile.cache.rglob("*") if path.is_file())
     small, large = max(size // 2, 8192), 4 * size + 2**26
+    if name in PREPARED:  # the disk has room for what it begins with, and no more
+        before = (path for path in (Path(os.environ["DREHR_ROOT"]) / "before").rglob("*") if path.is_file())
+        small = sum(-(-path.stat().st_size // 4096) * 4096 for path in before) + 2**15
     for fault, first, then in (
         ("full disk", f"size={small}", f"remount,size={large}"),
         ("read-only folder", "ro", f"remount,rw,size={large}"),
@@ -459,7 +462,7 @@ def main(argv: list[str] | None = None) -> int:
             lambda prompt, body: f"- aspirin\n- {hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
         ) as server:
             os.environ["TRIAL_SERVER"] = server.base_url
-            if {"compaction", "reading"} & set(given.only.split(",")):
+            if PREPARED & set(given.only.split(",")):
                 Run(prepare, profile).end()
             for name in given.only.split(","):
                 found[name] = trial(name, profile, given.points, random.Random(f"{given.seed} {name}"))

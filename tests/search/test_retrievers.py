@@ -309,7 +309,8 @@ def test_a_newcomers_entry_runs_by_its_name(tmp_path, monkeypatch):
     mine = RetrieverSpec("my-encoder", folder, pooling="cls", query_prefix="given query : ", similarity="dot")
     monkeypatch.setitem(REGISTRY, mine.name, mine)
     monkeypatch.setenv("DREHR_RETRIEVERS", "MiniLM (start), my-encoder")
-    assert [s.name for s in baselines.settings(load_profile("smoke")).retrievers] == ["MiniLM (start)", "my-encoder"]
+    start, own = baselines.settings(load_profile("smoke")).retrievers
+    assert (start.name, own) == ("MiniLM (start)", mine)  # with its own similarity, CliniQ's script or not
     queries, _ = embed_texts(find_retriever("my-encoder"), QUERIES, PASSAGES)
     ids = AutoTokenizer.from_pretrained(folder)("given query : " + QUERIES[0])["input_ids"]
     np.testing.assert_allclose(queries[0], states(folder, ids)[0], atol=1e-5)

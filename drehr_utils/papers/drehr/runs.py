@@ -1,6 +1,6 @@
 """Records of DR.EHR's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
 
-    python -m drehr_utils.papers.drehr.runs                       # all that the records lack: half a day on two cores
+    python -m drehr_utils.papers.drehr.runs              # what the records lack; all of them: a day of two cores
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 

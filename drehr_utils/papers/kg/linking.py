@@ -14,7 +14,7 @@ import simple_icd_10_cm as icd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import iter_rows, read_text_lines, tab_rows
+from drehr_utils.files import iter_rows, read_text_lines, refuse, tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg.tasks import Task, icd10_codes, icd10_description, icd10_parent, icd10_sections, text_key
 from drehr_utils.profiles import ROOT
@@ -24,6 +24,7 @@ METRICS = {"R@1": 1, "R@25": 25}
 NCBI = "NCBI Disease"
 NCBI_DIGESTS = ROOT / "data/ncbi_disease_digests.tsv"  # of its mentions, and of their concepts' names in MeSH
 REPEATED = "repeats another (mention, concept) pair"
+KINDS = ("lexical", "synonym", "abbreviation", "implication")  # of mentions: how one leads to its concept
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,17 @@ def load_open_linking(path: Path) -> TestSet:
             mentions[key] = Mention(f"L{row}", document, text, frozenset([code]))
     found = TestSet("OpenLinking", "ICD-10", concepts, {}, list(mentions.values()), left_out)
     return replace(found, names={c: [t for texts in icd10_sections(c).values() for t in texts] for c in found.gold})
+
+
+def mention_kinds(path: Path) -> dict[tuple[str, str], str]:
+    """data/open_linking/kinds.tsv: (text_key of a mention, code) -> one of KINDS, as two judges and a third decided.
+
+    Raises DataError (file, row, field) for a missing column and for another kind."""
+    found = {}
+    for row, where, cells in tab_rows(path, ("mention", "icd10cm_code", "kind")):
+        refuse(where, row, {f"field kind: {cells['kind']!r} is none of {', '.join(KINDS)}": cells["kind"] not in KINDS})
+        found[text_key(cells["mention"]), cells["icd10cm_code"]] = cells["kind"]
+    return found
 
 
 # --- NCBI Disease ---------------------------------------------------------------------------------------------------

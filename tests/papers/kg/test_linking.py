@@ -1,11 +1,13 @@
 """Test sets and recall: a miniature NCBI Disease file, the open mentions, ranks against a plain sort."""
 
+import csv
 import gzip
 
 import ir_measures
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.metrics import cohen_kappa_score
 
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
@@ -15,12 +17,14 @@ from drehr_utils.papers.kg.linking import (
     gold_rank,
     load_ncbi_disease,
     load_open_linking,
+    mention_kinds,
     read_ncbi,
     recall_values,
     resolve_ids,
 )
 from drehr_utils.papers.kg.report import naming_the_parent, ranked
 from drehr_utils.papers.kg.systems import OPEN_LINKING
+from drehr_utils.papers.kg.tasks import text_key
 from drehr_utils.profiles import load_profile
 from drehr_utils.search.fusion import tie_keys
 
@@ -93,6 +97,25 @@ def test_open_linking_counts_and_encounters():
     assert code["schizophrenia"] == "F20.9" and "B20" in data.concepts
     assert "I10" in data.concepts and "E11" not in data.concepts  # the most specific codes only
     assert 30_000 < len(data.concepts) < 40_000
+
+
+def test_each_mention_has_its_kind_and_two_judges():
+    kinds = mention_kinds(OPEN_LINKING.parent / "kinds.tsv")
+    asked = {(text_key(m.text), min(m.concepts)) for m in load_open_linking(OPEN_LINKING).mentions}
+    assert kinds.keys() == asked and len(asked) == 1544
+    assert (kinds["htn", "I10"], kinds[text_key("88% ra"), "R09.02"]) == ("abbreviation", "implication")
+    assert kinds["schizophrenia", "F20.9"] == "lexical"
+    table = pd.read_csv(OPEN_LINKING.parent / "kinds.tsv", sep="\t", quoting=csv.QUOTE_NONE, keep_default_na=False)
+    agreed = table["judge_a"] == table["judge_b"]
+    assert (table["kind"] == table["judge_a"])[agreed].all() and (~agreed).sum() == 31
+    assert round(cohen_kappa_score(table["judge_a"], table["judge_b"]), 3) == 0.973
+
+
+def test_a_kind_that_is_none_is_named(tmp_path):
+    path = tmp_path / "kinds.tsv"
+    path.write_text("mention\ticd10cm_code\tkind\ngout\tM10.9\tlexical\nsob\tR06.02\tabb\n")
+    with pytest.raises(DataError, match="kinds.tsv, row 3, field kind: 'abb' is none of lexical, synonym"):
+        mention_kinds(path)
 
 
 def test_mentions_that_name_the_code_above():
