@@ -11,7 +11,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from drehr_utils.evaluation.claims import HOLDS, NOT_SHOWN, NOT_TESTABLE, PAPERS, REVERSED
@@ -132,24 +131,15 @@ def dot_interval_plot(
 def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int) -> Figure:
     """Loss against the step for each name of `histories`: frames with `step` and `loss` (trainer.train_stage's curve).
 
-    A running mean of `smooth` logged values lies over the faint raw curve. A `learning_rate` goes to a second panel."""
-    rates = any("learning_rate" in history for history in histories.values())
-    size, heights = (SINGLE_COLUMN, 2.2 + 0.8 * rates), [3, 1] if rates else [1]
-    fig, axes = plt.subplots(1 + rates, 1, figsize=size, sharex=True, squeeze=False, height_ratios=heights)
-    loss_axis: Axes = axes[0, 0]
+    A running mean of `smooth` logged values lies over the faint raw curve."""
+    fig, ax = plt.subplots(figsize=(SINGLE_COLUMN, 2.2))
     for (name, colour), history in zip(colours(histories).items(), histories.values(), strict=True):
-        loss_axis.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
+        ax.plot(history["step"], history["loss"], color=colour, alpha=0.25, linewidth=0.7)
         running = history["loss"].rolling(smooth, min_periods=1, center=True).mean()
-        loss_axis.plot(history["step"], running, color=colour, label=name)
-        if "learning_rate" in history:
-            axes[1, 0].plot(history["step"], history["learning_rate"], color=colour)
-    loss_axis.set_ylabel("Loss")
+        ax.plot(history["step"], running, color=colour, label=name)
+    ax.set(xlabel="Step", ylabel="Loss")
     # Over the curves it would hide one of them.
     fig.legend(loc="outside upper center", ncols=1 + (len(histories) > 4))
-    if rates:
-        axes[1, 0].set_ylabel("Learning rate")
-        axes[1, 0].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    axes[-1, 0].set_xlabel("Step")
     return fig
 
 

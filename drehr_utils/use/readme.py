@@ -44,13 +44,19 @@ BLOCKS = {  # marker that begins a block, and the one that ends it -> what stand
 }
 
 
+def between(text: str, markers: tuple[str, str], new: str) -> str:
+    """The text with `new` between its two markers. Raises DataError where one is missing or there twice."""
+    begin, end = markers
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise DataError(f"README.md: the markers {begin!r} and {end!r} must each stand in it once")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{new}\n{end}{rest.split(end)[1]}"
+
+
 def updated(text: str) -> str:
-    """README's text with each table between its markers. Raises DataError where a marker is missing."""
-    for (begin, end), table in BLOCKS.items():
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise DataError(f"README.md: the markers {begin!r} and {end!r} must each stand in it once")
-        head, rest = text.split(begin)
-        text = f"{head}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
+    """README's text with each table between its markers."""
+    for markers, table in BLOCKS.items():
+        text = between(text, markers, table())
     return text
 
 

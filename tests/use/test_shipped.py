@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils import pipeline
 from drehr_utils.data.benchmark import subset
 from drehr_utils.evaluation import metrics, tables
-from drehr_utils.papers.drehr import rivals
+from drehr_utils.papers.drehr import rivals, runs
 from drehr_utils.profiles import load_profile
 from drehr_utils.search.index import NoteIndex
 from drehr_utils.use import search, ship
@@ -57,6 +58,19 @@ def test_the_card_and_table_4_have_the_figures_of_the_shipped_weights(folder):
         assert [float(cell) for cell in line.split("|")] == pytest.approx(values, abs=0.051)
         cells = table[table["system"] == row]  # of the first training; these weights are another machine's
         assert cells["ours"].to_numpy() == pytest.approx(values, abs=0.5)
+
+
+@pytest.mark.slow
+def test_what_is_shipped_leaves_the_cards_prose_as_it_is(tmp_path):
+    profile, folder = load_profile("smoke"), tmp_path / search.IMPROVED.name
+    runs.train(profile, pipeline.IMPROVED)
+    folder.mkdir()
+    shutil.copy(search.IMPROVED / "README.md", folder)
+    ship.ship(profile, 0, folder)
+    (begin, end), old, card = ship.CARD, *((at / "README.md").read_text() for at in (search.IMPROVED, folder))
+    assert (card.split(begin)[0], card.split(end)[1]) == (old.split(begin)[0], old.split(end)[1])
+    assert "16 presentations of chunks in 2 steps" in card and len(re.findall(r"^\| DR\.EHR .*, test", card, re.M)) == 3
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.float16}
 
 
 @pytest.mark.slow

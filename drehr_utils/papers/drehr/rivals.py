@@ -61,6 +61,19 @@ def window_scores(
     return artifacts.cached_file(profile.cache / f"scores/windows-{key}.npy", make)
 
 
+def windowed(profile: Profile, improved: Path) -> dict[str, tuple[Path | None, tuple[Weights, ...]]]:
+    """Row -> (model folder, grid of weights) for hybrid_scores: the untrained rows with windows, and those of a folder
+    by the improved recipe."""
+    reading = untrained_encoder(profile)
+    return {
+        WINDOWS: (None, hybrid.WINDOWS_ALONE),
+        READING_WINDOWS: (reading, hybrid.WINDOWS_ALONE),
+        UNTRAINED_WINDOWS: (reading, hybrid.WINDOWS_GRID),
+        IMPROVED_WINDOWS: (improved, hybrid.WINDOWS_ALONE),
+        HYBRID_WINDOWS: (improved, hybrid.WINDOWS_GRID),
+    }
+
+
 def mean_of_six(bench: Benchmark, scores: np.ndarray) -> float:
     """The mean of Table 4's six metrics."""
     both = metrics.single_patient(bench, scores), metrics.multi_patient(bench, scores)

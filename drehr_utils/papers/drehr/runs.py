@@ -4,9 +4,10 @@
     python -m drehr_utils.papers.drehr.runs --only DR.EHR --seeds 0 1 2
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
-In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz (of other sizes, of ablations, of
-other notes and by windows: scores-sizes.csv.gz, -ablations, -notes, -windows) holds every search's scores, a column a
-training; <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
+In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
+column a training (of other sizes, of ablations, of other notes, by windows, of short trainings and of the search on
+dev: scores-sizes.csv.gz, -ablations, -notes, -windows, -short, -search); <row>.<split>.<setting>.run.gz are TREC run
+files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
 another, and copy data/runs from there. On two cores, two of them at once with one thread each
@@ -43,7 +44,7 @@ from drehr_utils.search import retrievers
 from drehr_utils.training import encoders, trainer
 from drehr_utils.training.positives import PositiveSets
 
-UNTRAINED = "untrained"
+UNTRAINED, OWN = "untrained", ROOT / "data/models/drehr-improved"
 CURVE_STEPS = 51  # dev is scored once an epoch of the open notes
 SPLITS, SETTINGS, DEPTH = ("dev", "test"), ("single", "multi"), 100
 KEYS = ["split", "setting", "match_type", "search_id", "metric"]  # of scores_file
@@ -62,7 +63,8 @@ def scores_file(profile: Profile, row: str) -> Path:
     """A file a family of rows: a new record makes only those notebooks out of date that read its family."""
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
     families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
-    families["-windows"] = systems.by_windows(profile)
+    families |= {"-windows": systems.by_windows(profile), "-short": systems.as_short(profile)}
+    families["-search"] = recipe_search.candidates(profile)
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 
@@ -128,7 +130,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         bench = pipeline.benchmark(profile, split)
         scores = systems.scores(profile, row, model, bench)
         found[split] = metrics.per_search(bench, scores)
-        if seed == 0 and row in systems.table4(profile) | systems.sizes(profile) | systems.by_windows(profile):
+        if seed == 0 and row in systems.table4(profile) | systems.by_windows(profile):
             write_runs(profile, row, bench, scores, split)
     add_scores(scores_file(profile, row), name, found)
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
@@ -182,23 +184,27 @@ def add_scores(path: Path, name: str, found: dict[str, pd.DataFrame]) -> None:
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
     """A system's TREC run files of a split, the first 100 chunks of each search: all of a note's.
 
-    Scores have five decimals; those that are equal then are told apart by the last of them, in our order."""
+    Scores have four decimals; those that are equal then are told apart by the last of them, in our order."""
     for setting in SETTINGS:
         lines = []
         for found in metrics.rankings(bench, scores, setting):
             last = np.inf
             for place, (chunk_id, score) in enumerate(zip(found.chunk_ids[:DEPTH], found.scores, strict=False), 1):
-                last = min(round(float(score), 5), last - 1e-5)
-                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last:.5f} {slug(row)}\n")
+                last = min(round(float(score), 4), last - 1e-4)
+                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last:.4f} {slug(row)}\n")
         path = folder(profile) / f"{slug(row)}.{split}.{setting}.run.gz"
         files.write_atomically(path, "".join(lines).encode())
 
 
 def write_untrained(profile: Profile) -> None:
-    """The run files of Table 4's rows that train nothing."""
+    """The run files of Table 4's rows that have no record: nothing trains for them, or the weights are in OWN."""
     for split in SPLITS:
         bench = pipeline.benchmark(profile, split)
-        for name, scores in rivals.untrained_scores(profile, bench).items():
+        found = rivals.untrained_scores(profile, bench)
+        for name, (model, grid) in rivals.windowed(profile, OWN).items():
+            found[name] = rivals.hybrid_scores(profile, model, bench, grid)
+        found[f"RRF with {pipeline.IMPROVED}"] = found["BM25 + KG"], pipeline.model_scores(profile, OWN, bench)
+        for name, scores in found.items():
             if name != rivals.CHANCE:
                 write_runs(profile, name, bench, scores, split)
 

@@ -58,7 +58,8 @@ def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):
 def test_a_family_of_rows_has_a_file_of_its_own(smoke):
     rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM"), systems.with_notes("DR.EHR (hybrid)", 40)]
     files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz", *2 * ["scores-notes.csv.gz"]]
-    rows.append(systems.REAL["DR.EHR"])
+    rows += [systems.REAL["DR.EHR"], *systems.as_short(smoke), "2. both ways", "DR.EHR (by windows)"]
+    files += [*2 * ["scores-short.csv.gz"], "scores-search.csv.gz", "scores-windows.csv.gz"]
     assert [runs.scores_file(smoke, row).name for row in rows] == files
 
 
@@ -122,7 +123,7 @@ def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, capsys, mon
 def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4():
     """Every step by another reader: run file -> ir-measures -> scores.csv.gz -> figures/tables/drehr_table4.csv."""
     profile, table4 = load_profile("open"), tables.read_table("drehr_table4").set_index(["system", "setting", "metric"])
-    shown = systems.table4(profile) | systems.sizes(profile) | systems.by_windows(profile)
+    shown = systems.table4(profile) | systems.by_windows(profile)
     del shown[rivals.PUBLISHED_WINDOWS]  # recorded before it was to have run files
     recorded = [about for about in runs.abouts(profile) if about["row"] in shown and about["seed"] == 0]
     assert recorded
@@ -146,6 +147,8 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
             assert cell["ours"] == pytest.approx(values[seeds].mean(axis=1).mean(), abs=0.05)
             assert cell["budget"] == about["chunks"] or not about["chunks"] and np.isnan(cell["budget"])
     row_of = {runs.slug(row): row for row in table4.index.unique("system")}
+    own = {"rrf-with-dr-ehr-improved", "minilm-hybrid-windows", "dr-ehr-hybrid-windows"}
+    assert own <= {path.name.split(".")[0] for path in runs.folder(profile).glob("*.run.gz")}
     for path in runs.folder(profile).glob("*.test.*.run.gz"):
         system, _, setting = path.name.removesuffix(".run.gz").split(".")
         if not (runs.folder(profile) / f"{system}-seed0.json").exists():
@@ -165,7 +168,7 @@ def test_the_committed_records_are_of_todays_recipes_and_data():
         assert runs.artifacts.digest(recipe) == about["recipe"], about["row"]
         if about["row"] not in systems.REAL.values() or public_data.locate("aci_bench"):
             assert runs.data_digest(systems.profile_of(profile, about["row"]), recipe) == about["data"], about["row"]
-    assert sum(path.stat().st_size for path in runs.folder(profile).glob("*.run.gz")) < 32 * 2**20
+    assert sum(path.stat().st_size for path in runs.folder(profile).glob("*.run.gz")) < 30_000_000
 
 
 def test_real_notes_are_cut_as_their_recorded_answers_are_and_leave_out_the_overlap():
@@ -193,6 +196,13 @@ def test_fewer_notes_are_the_first_of_all_for_as_many_epochs():
         assert len({chunk.note_id for chunk in own}) == int(re.search(r"(\d+) notes$", row)[1])
         assert list(own) == list(whole[: len(own)]) and recipe == profile.improved
     assert len(found) == 6 and sum(map(systems.is_hybrid, found)) == 3
+
+
+def test_short_rows_are_the_long_ones_with_an_epoch_for_each_stage():
+    full = load_profile("full")
+    equations, without = systems.as_short(full).values()
+    assert equations == systems.table4(full)[systems.EQUATIONS].each(lambda stage: replace(stage, epochs=1))
+    assert without == load_profile("open").without_stage1() and without.stage2.epochs == 2
 
 
 def test_rows_of_other_sizes_differ_in_the_encoder_alone(tmp_path, monkeypatch):
