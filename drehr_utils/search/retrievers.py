@@ -31,7 +31,7 @@ from drehr_utils import artifacts
 from drehr_utils.config import MINILM
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
-from drehr_utils.profiles import Profile
+from drehr_utils.profiles import PROFILES, Profile
 from drehr_utils.search import embedding_api
 from drehr_utils.search.dense import SIMILARITIES, dense_scores, unit_length
 from drehr_utils.training.encoders import CHUNK_TOKENS, identity, load_encoder
@@ -112,9 +112,7 @@ REGISTRY = {
 }  # fmt: skip
 
 
-IN_CLINIQ = {
-    name for name in REGISTRY if name.startswith(("bge", "gte", "NV-", "MedCPT", "BMRetriever", "text-embedding"))
-}
+IN_CLINIQ = PROFILES["mimic"].cliniq.retrievers
 
 
 def find_retriever(name_or_path: str | Path) -> RetrieverSpec:
