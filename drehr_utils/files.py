@@ -13,6 +13,7 @@ import sqlite3
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -284,6 +285,22 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+LOCKED_S = 600  # for which a statement waits for another process
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Goes over to a write-ahead log; of two processes that do so in a new file, sqlite lets neither wait."""
+    until = time.monotonic() + LOCKED_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
+
+
 def open_database(path: Path | None, schema: str) -> sqlite3.Connection:
     """The sqlite database `path` with the tables of `schema`; None: one that goes with its connection, on disk too.
 
@@ -291,9 +308,10 @@ def open_database(path: Path | None, schema: str) -> sqlite3.Connection:
     interrupts and nothing else. Processes may share it. Raises DataError for a file that is no database."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(path or "", timeout=600, isolation_level=None, check_same_thread=False)
+    database = sqlite3.connect(path or "", timeout=LOCKED_S, isolation_level=None, check_same_thread=False)
     try:
-        database.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {schema}")
+        _write_ahead(database)
+        database.executescript(f"PRAGMA synchronous = NORMAL; {schema}")
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError as error:

@@ -163,3 +163,29 @@ def test_embeddings_are_kept_batch_by_batch(tmp_path):
     for i in range(len(printed)):
         for k in range(4):
             np.testing.assert_array_equal(store.get(f"{i} {k}"), np.full(256, i, np.float32))
+
+
+AT_ONCE = """
+import os, sys, time
+from drehr_utils.llm.answers import AnswerStore
+
+def opened(path, at):
+    while time.time() < at:
+        pass
+    AnswerStore(path)
+
+for n in range(25):
+    path, at, children = Path(sys.argv[1]) / str(n) / "answers", time.time() + 0.01, []
+    for _ in range(4):
+        if not (child := os.fork()):
+            opened(path, at)
+            os._exit(0)
+        children.append(child)
+    print(*(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def test_processes_that_make_a_store_at_once_wait_for_each_other(tmp_path):
+    """Going over to a write-ahead log is the one statement for which sqlite doesn't wait."""
+    printed, _ = started(AT_ONCE, tmp_path).communicate(timeout=120)
+    assert printed.split() == ["0"] * 100
