@@ -174,9 +174,9 @@ def opened(path, at):
         pass
     AnswerStore(path)
 
-for n in range(25):
-    path, at, children = Path(sys.argv[1]) / str(n) / "answers", time.time() + 0.01, []
-    for _ in range(4):
+for n in range(60):
+    path, at, children = Path(sys.argv[1]) / str(n) / "answers", time.time() + 0.05, []
+    for _ in range(6):
         if not (child := os.fork()):
             opened(path, at)
             os._exit(0)
@@ -188,4 +188,4 @@ for n in range(25):
 def test_processes_that_make_a_store_at_once_wait_for_each_other(tmp_path):
     """Going over to a write-ahead log is the one statement for which sqlite doesn't wait."""
     printed, _ = started(AT_ONCE, tmp_path).communicate(timeout=120)
-    assert printed.split() == ["0"] * 100
+    assert printed.split() == ["0"] * 360
