@@ -165,7 +165,8 @@ def _plain(part: Any) -> Any:
         return _code(part)
     if isinstance(part, Path):
         if part.is_dir():
-            return {p.relative_to(part).as_posix(): _plain(p) for p in sorted(part.rglob("*")) if p.is_file()}
+            inside = (p for p in sorted(part.rglob("*")) if p.is_file() and p.suffix != ".md")
+            return {p.relative_to(part).as_posix(): _plain(p) for p in inside}
         if not part.exists():
             raise DataError(f"{part.name}: no such file or folder in {part.parent.name or 'the root'}/")
         stat = part.stat()
@@ -193,7 +194,7 @@ def _plain(part: Any) -> Any:
 
 def digest(*parts: Any) -> str:
     """12 hex digits of SHA-256 over strings, numbers, arrays, dataclasses (what differs from their defaults), files and
-    folders (their content), modules, functions and classes (the code they run, see _code)."""
+    folders (their content, but a model's card), modules, functions and classes (the code they run, see _code)."""
     return _sha256(json.dumps(_plain(parts), sort_keys=True))[:12]
 
 

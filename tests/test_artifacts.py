@@ -212,3 +212,12 @@ def test_a_lock_names_its_holder(tmp_path):
                 pass
     with artifacts.lock(tmp_path / "x.lock", "another", wait=False):
         pass
+
+
+def test_a_models_card_is_no_part_of_what_is_made_with_it(tmp_path):
+    (tmp_path / "model.safetensors").write_text("weights")
+    first = artifacts.digest(tmp_path)
+    (tmp_path / "README.md").write_text("another sentence")
+    assert artifacts.digest(tmp_path) == first
+    (tmp_path / "model.safetensors").write_text("others")
+    assert artifacts.digest(tmp_path) != first
