@@ -10,6 +10,7 @@ START = "MiniLM (start)"  # the starting encoder's row in every table
 MINILM = "minilm"  # the name under which profiles ask for the packaged all-MiniLM-L6-v2
 ALPHA, BETA, LAMBDA, EPSILON = 2.0, 50.0, 0.5, 0.1  # of the loss: DR.EHR §3.3, "determined by grid search"
 MARGIN = 0.5  # of the triplet loss: epsilon of Radiology §2.3
+GRAPH_TERMS = 2  # synonyms, hypernyms and related entities of each positive entity, so many of each: DR.EHR §4.1
 
 
 @dataclass(frozen=True)

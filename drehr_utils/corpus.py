@@ -219,7 +219,7 @@ def _sets_of(profile: Profile, stage: str, model: str | None, last: int) -> Call
         texts = store.texts(Requests(part, TASKS[stage]), model, last) if profile.unanswered < 1 else {}
         if stage == "stage1":
             pairs = _cleaned(part, graph, texts, AbbreviationCleaning())
-            return positives.stage1_positives(part, graph, find, pairs, profile.seed)
+            return positives.stage1_positives(part, graph, find, pairs, profile.seed, profile.graph_terms)
         entities = {(i, kind): prompts.parse_entities(text)[0] for (_, kind, i), text in texts.items()}
         return positives.stage2_positives(part, entities)
 
@@ -275,7 +275,9 @@ def stage_positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Pos
     given, of = _given(profile, stage), chunks(profile, stage=stage)
     server = servers.server_from_env()
     model = server and server.model
-    code, graph = (stage1_sets, graph_digest(profile)) if stage == "stage1" else (stage2_sets, None)
+    code, graph = stage2_sets, None
+    if stage == "stage1":
+        code, graph = stage1_sets, [graph_digest(profile), profile.graph_terms]
     key = artifacts.digest(
         code, graph, *_made_of_notes(profile), profile.seed, given.digest,
         profile.unanswered if given.failed else None,

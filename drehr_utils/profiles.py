@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drehr_utils.config import (
+    GRAPH_TERMS,
     MINILM,
     START,
     CaprSizes,
@@ -51,6 +52,7 @@ class Profile:
     benchmark: Path | None = ROOT / "data/open_cliniq"
     open_kg: Path | None = ROOT / "data/open_kg/concepts.tsv.gz"  # None: the packages' vocabularies alone
     bios: Path | None = None  # a folder in BIOS's layout; None: the open graph, built from open_kg and packages
+    graph_terms: int = GRAPH_TERMS  # that stage I adds to a positive entity: so many synonyms, hypernyms, related ones
     real_notes: bool = False  # ACI-Bench's notes train beside these, and in stage I MTS-Dialog's sections (public_data)
     recorded_answers: tuple[Path, ...] = (ROOT / "data/llm_answers/train.jsonl.gz",)
     unanswered: float = 0.0  # share of a language model's answers that may be missing; 1: none is asked for

@@ -19,6 +19,7 @@ NO_KNOBS = {
     "protected": "whose text it is",
     "lanes": "how many notebooks run at a time; no result",
     "offline": "whether a hub is asked for `encoder` and `cliniq.retrievers`",
+    "graph_terms": "of the paper's pilot study; notebook 03 shows the record of a training with more",
     "real_notes": "needs public data that aren't ours to pass on",
     "unanswered": "needs a language model's server that fails",
     "max_eval_patients": "makes smoke small; intervals over fewer patients are nobody's aim",

@@ -82,6 +82,8 @@ def test_whatever_a_model_depends_on_changes_its_key(keys, own, monkeypatch):
         "names read": replace(own, improved=replace(own.improved, read_names=False)),
     }
     seen = {"": first} | {what: keys(profile) for what, profile in changed.items()}
+    more = replace(own, graph_terms=3)  # of stage I alone
+    assert keys(more) == first and keys(more, pipeline.PUBLISHED) != keys(own, pipeline.PUBLISHED)
     with monkeypatch.context() as other:
         version = importlib.metadata.version
         other.setattr(importlib.metadata, "version", lambda name: "0" if name == "pyhpo" else version(name))

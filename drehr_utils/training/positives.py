@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from drehr_utils.config import GRAPH_TERMS
 from drehr_utils.data.notes import Chunk
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
@@ -21,8 +22,7 @@ STAGE1_SOURCES = ("string match", "abbreviation", "synonym", "hypernym", "relate
 STAGE2_SOURCES = ("disease", "procedure", "drug")  # Table 2's rows
 SOURCE_OF_ENTITY_TYPE = dict(zip(("diseases", "clinical procedures", "drugs"), STAGE2_SOURCES, strict=True))
 
-MAX_SYNONYMS, MAX_HYPERNYMS, MAX_RELATED = 2, 2, 2  # for each positive entity (§4.1)
-MAX_SYNONYMS_OF_ADDED = 1  # for each hypernym or related entity: up to 10 terms in all
+MAX_SYNONYMS_OF_ADDED = 1  # for each hypernym or related entity: up to 10 terms an entity in all (§4.1)
 
 
 SCHEMA = pa.schema({"id": pa.string(), "terms": pa.list_(pa.string()), "sources": pa.list_(pa.int8())})
@@ -138,22 +138,24 @@ def _pick(items: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
     return [items[i] for i in sorted(rng.choice(len(items), n, replace=False))]
 
 
-def expand_entity(entity: str, kg: KnowledgeGraph, rng: np.random.Generator) -> list[tuple[str, str]]:
+def expand_entity(
+    entity: str, kg: KnowledgeGraph, rng: np.random.Generator, of_each: int = GRAPH_TERMS
+) -> list[tuple[str, str]]:
     """Up to 10 (source, term) samples from the KG for one positive entity (§3.1, limits of §4.1).
 
     At most two synonyms, two hypernyms (`is_a`) and two related entities (any other relation), each of the last two
-    with at most one synonym of its own. Never hyponyms: a chunk doesn't hold enough to deduce them. A term of several
-    concepts ("ra": room air, rheumatoid arthritis, right atrium) is not expanded: which one the chunk means is
-    unknown, and the paper is silent on it."""
+    with at most one synonym of its own; or `of_each` instead of two. Never hyponyms: a chunk doesn't hold enough to
+    deduce them. A term of several concepts ("ra": room air, rheumatoid arthritis, right atrium) is not expanded: which
+    one the chunk means is unknown, and the paper is silent on it."""
     concepts = kg.term2cui.get(entity, [])
     if len(concepts) != 1:
         return []
     cui = concepts[0]
-    added = [("synonym", t) for t in _pick([t for t in kg.cui2terms[cui] if t != entity], MAX_SYNONYMS, rng)]
+    added = [("synonym", t) for t in _pick([t for t in kg.cui2terms[cui] if t != entity], of_each, rng)]
     hypernyms = kg.is_a.get(cui, [])
     related = list(dict.fromkeys(target for _, target in kg.relations.get(cui, []) if target != cui))
-    for source, targets, limit in (("hypernym", hypernyms, MAX_HYPERNYMS), ("related", related, MAX_RELATED)):
-        for target in _pick(targets, limit, rng):
+    for source, targets in (("hypernym", hypernyms), ("related", related)):
+        for target in _pick(targets, of_each, rng):
             preferred = kg.cui2pt[target]
             added.append((source, preferred))
             others = [t for t in kg.cui2terms[target] if t != preferred]
@@ -167,6 +169,7 @@ def stage1_positives(
     matcher: EntityMatcher,
     abbreviations: Mapping[str, Sequence[tuple[str, str]]],
     seed: int = 0,
+    of_each: int = GRAPH_TERMS,
 ) -> PositiveSets:
     """Stage I's positive sets: string matches, full names of reduced abbreviations, and what the KG adds to both.
 
@@ -180,7 +183,7 @@ def stage1_positives(
             for _, full_name in abbreviations.get(chunk.id, ()):
                 first_source.setdefault(full_name, "abbreviation")
             for entity in list(first_source):
-                for source, term in expand_entity(entity, kg, rng):
+                for source, term in expand_entity(entity, kg, rng, of_each):
                     first_source.setdefault(term, source)
             samples = ((source, term) for term, source in first_source.items())
             yield chunk.id, sorted(samples, key=lambda sample: STAGE1_SOURCES.index(sample[0]))

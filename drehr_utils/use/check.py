@@ -25,7 +25,7 @@ from drehr_utils.llm import prompts, servers
 from drehr_utils.papers.cliniq.curation import CATEGORY_TABLE
 from drehr_utils.profiles import Profile
 from drehr_utils.search import retrievers
-from drehr_utils.training import positives, weights
+from drehr_utils.training import weights
 
 SAMPLE = 20  # notes that are measured
 NOTES = "PhysioNet, physionet.org/content/mimic-iv-note (credentialed access), or MIMIC-III's NOTEEVENTS"
@@ -93,7 +93,7 @@ def estimate(profile: Profile) -> pd.Series:
     asked += [prompts.Request("entity_generation", c.id, c.text, kind) for c in chunks for kind in prompts.ENTITY_TYPES]
     times, stages = n_notes / len(first), filter(None, (profile.published.stage1, profile.published.stage2))
     answer_tokens = servers.Server.max_tokens
-    samples = found * (1 + positives.MAX_SYNONYMS + positives.MAX_HYPERNYMS + positives.MAX_RELATED)
+    samples = found * (1 + 3 * profile.graph_terms)
     text = sum(len(note.text) for note in first) + sum(len(chunk.text) for chunk in chunks)
     n_chunks, calls = round(times * len(chunks)), round(times * len(asked))
     steps = sum(stage.max_steps or round(n_chunks / stage.batch_size * stage.epochs) for stage in stages)

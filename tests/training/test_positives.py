@@ -61,6 +61,16 @@ def test_expansion_keeps_the_papers_limits(seed):
     assert "knee osteoarthritis" not in [term for _, term in added]  # never a hyponym
 
 
+def test_with_more_of_each_an_entity_gets_all_that_the_graph_has():
+    graph = small_graph()
+    added = expand_entity("osteoarthritis", graph, np.random.default_rng(0), of_each=5)
+    assert [t for s, t in added if s == "synonym"] == graph.cui2terms["C1"][1:]
+    sizes = {source: sum(s == source for s, _ in added) for source in ("hypernym", "related")}
+    assert sizes == {"hypernym": 2 + 2 + 1, "related": 3 * 2} and len(set(added)) == len(added) == 15
+    chunk, matcher = Chunk("n_0", "n", "osteoarthritis"), EntityMatcher(graph.term2cui)
+    assert len(stage1_positives([chunk], graph, matcher, {}, of_each=5).samples(0)) == 1 + 15
+
+
 def test_a_term_of_several_concepts_is_not_expanded():
     assert expand_entity("oa", small_graph(), np.random.default_rng(0)) == []
     assert expand_entity("unknown term", small_graph(), np.random.default_rng(0)) == []

@@ -5,9 +5,9 @@
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
-column a training (of other sizes, of ablations, of other notes, by windows, of short trainings and of the search on
-dev: scores-sizes.csv.gz, -ablations, -notes, -windows, -short, -search); <row>.<split>.<setting>.run.gz are TREC run
-files of Table 4's rows, of the first seed.
+column a training (of other sizes, of ablations, of other graphs, of other notes, by windows, of short trainings and of
+the search on dev: scores-sizes.csv.gz, -ablations, -graphs, -notes, -windows, -short, -search);
+<row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
 another, and copy data/runs from there. On two cores, two of them at once with one thread each
@@ -64,7 +64,7 @@ def scores_file(profile: Profile, row: str) -> Path:
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
     families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
     families |= {"-windows": systems.by_windows(profile), "-short": systems.as_short(profile)}
-    families["-search"] = recipe_search.candidates(profile)
+    families |= {"-search": recipe_search.candidates(profile), "-graphs": systems.of_other_graphs(profile)}
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 

@@ -27,6 +27,15 @@ REAL = {  # notes; public_data has them
     IMPROVED: "DR.EHR (improved, open + real)",
     rivals.HYBRID: "DR.EHR (hybrid, open + real)",
 }
+PUBLIC = {  # trained and searched without a name of the open graph's own: the packages' vocabularies are the graph
+    IMPROVED: "DR.EHR (improved, public names)",
+    rivals.HYBRID: "DR.EHR (hybrid, public names)",
+}
+OTHER_GRAPHS = {  # rows whose graph is another: what of the profile changes
+    "+ KG-Related, public names": {"open_kg": None},
+    "+ KG-Related, five of each": {"graph_terms": 5},  # so up to 25 graph terms an entity where §4.1 has 10
+    **dict.fromkeys(PUBLIC.values(), {"open_kg": None}),
+}
 FEWER = (20, 40, 80)  # notes of the open corpus's 160
 MPNET, SMOLLM2 = "mpnet", "SmolLM2"  # untrained; weights has them
 OTHER_SIZES = {  # the decoder is read and trained as DR.EHR-large (§3.3, §4.2), its instruction short for a CPU's sake
@@ -77,7 +86,8 @@ def by_windows(profile: Profile) -> dict[str, Recipe]:
 
 
 def scores(profile: Profile, row: str, model: Path, bench: Benchmark) -> np.ndarray:
-    """A trained row's, [queries, chunks], as the row searches: with windows, joined with strings and the graph."""
+    """A trained row's, [queries, chunks], as the row searches: with windows, joined with strings and its graph."""
+    profile = replace(profile, **OTHER_GRAPHS.get(row, {}))
     if row in by_windows(profile):
         grid = hybrid.WINDOWS_GRID if is_hybrid(row) else hybrid.WINDOWS_ALONE
         return rivals.hybrid_scores(profile, model, bench, grid)
@@ -127,6 +137,13 @@ def of_other_notes(profile: Profile) -> set[str]:
     return {*fewer_notes(profile), *REAL.values()}
 
 
+def of_other_graphs(profile: Profile) -> dict[str, Recipe]:
+    """What hangs on the graph: stage I by the ablations' recipe and length (DR.EHR §3.1 footnote 1, §4.1), and the
+    improved recipe, alone and in the hybrid."""
+    published = ablations.stage1_ablation(profile)[ablations.STAGE1_ROWS[-1]]
+    return {row: profile.improved if row in PUBLIC.values() else published for row in OTHER_GRAPHS}
+
+
 def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
     """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
 
@@ -138,11 +155,11 @@ def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
 
 
 def profile_of(profile: Profile, row: str) -> Profile:
-    """The profile with the row's own encoder and notes; real ones come with their recorded answers."""
+    """The profile with the row's own encoder, graph and notes; real ones come with their recorded answers."""
     if row in fewer_notes(profile):
         return replace(profile, max_train_notes=int(row.split()[-2]))
     if row not in REAL.values():
-        return replace(profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}))
+        return replace(profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}), **OTHER_GRAPHS.get(row, {}))
     answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
     return replace(profile, real_notes=True, recorded_answers=answers)
 
@@ -158,7 +175,8 @@ def lacking(profile: Profile, row: str) -> str | None:
 
 
 def rows(profile: Profile) -> dict[str, Recipe]:
-    """Every trained row: Table 4's, other sizes', those by windows, the short ones, the ablations of Tables 5 and 6 at
-    their share of the steps, the learning curve's, and the candidates of the search, which are scored on dev alone."""
+    """Every trained row: Table 4's, other sizes', those by windows, the short ones, the ablations of Tables 5 and 6 and of
+    the graph at their share of the steps, the learning curve's, and the search's candidates, scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
+    tables |= of_other_graphs(profile)
     return tables | by_windows(profile) | as_short(profile) | fewer_notes(profile) | recipe_search.candidates(profile)
