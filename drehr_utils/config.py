@@ -38,10 +38,7 @@ class StageConfig:
     recompute: bool = False  # encode twice instead of keeping activations: a batch in its largest bucket's memory
     gather_negatives: bool = False  # of several processes, each contrasts with all's terms; else with its own, as §4.2
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
-    alpha: float = ALPHA
-    beta: float = BETA
-    lam: float = LAMBDA
-    epsilon: float = EPSILON
+    beta: float = BETA  # of the loss; its alpha, lambda and epsilon are the paper's
     dropout: float | None = 0.0  # None: as the model was trained (0.1 for BERT); on a CPU 0 saves a third of a step
     seed: int = 0
 

@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import sqlite3
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -271,6 +272,12 @@ def hide_messages() -> None:
     sys.excepthook = show
     # The second is asked where no caller is left to hear of an error, as in __del__.
     threading.excepthook = sys.unraisablehook = lambda found: show(found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def committed_on(path: Path) -> str:
+    """The day on which git has the file as it is; "an earlier run" where it knows none."""
+    git = ["git", "-C", str(path.parent), "log", "-1", "--format=%cs", "--", path.name]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "an earlier run"
 
 
 def write_atomically(path: Path, content: bytes) -> None:

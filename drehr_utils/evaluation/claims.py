@@ -24,7 +24,7 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import bootstrap_interval
-from drehr_utils.files import naming, write_atomically
+from drehr_utils.files import committed_on, naming, write_atomically
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -39,11 +39,13 @@ COLUMNS = ["claim", "paper", "ours", "budget", "verdict"]
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim's verdict, what was measured for it, and the budget of the training that it is about."""
+    """A claim's verdict, what was measured for it, the budget of the training that it is about, and the p value of the
+    test as a whole (NaN where there is none)."""
 
     verdict: str
     ours: str = ""
     budget: str = ""
+    p: float = math.nan
 
 
 def verdict(row: Mapping[str, float], sign: int = 1) -> str:
@@ -64,20 +66,22 @@ def judge(rows: pd.DataFrame, sign: int | Sequence[int] = 1, budget: str = "", e
 
     That a system is the best, or a gain the largest, is such a claim: its difference to each of the others. All must
     be significant, each at the level itself, for all of them have to be (an intersection-union test). The claim is
-    reversed where more of them are significant the other way than this way. `each` is what the rows are (metrics)."""
+    reversed where more of them are significant the other way than this way. `each` is what the rows are (metrics). Its
+    p is the largest of theirs."""
     signs = np.broadcast_to(sign, len(rows))
     found = [verdict(row, s) for (_, row), s in zip(rows.iterrows(), signs, strict=True)]
     if not found or NOT_TESTABLE in found:
         return Judged(NOT_TESTABLE, "not measured", budget)
     up, down = found.count(HOLDS), found.count(REVERSED)
     said = HOLDS if up == len(found) else REVERSED if down > up else NOT_SHOWN
+    p = float(rows["p"].max(skipna=False)) if "p" in rows else math.nan
     if len(rows) == 1:
         row = rows.iloc[0]
         sure = "" if math.isnan(row.get("p", math.nan)) else f", p {row['p']:.4f}"
-        return Judged(said, f"{row['ours']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]{sure}", budget)
+        return Judged(said, f"{row['ours']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]{sure}", budget, p)
     spread = f"{rows['ours'].min():+.1f} to {rows['ours'].max():+.1f}"
     counted = f"{up} of {len(found)}{each and ' ' + each} significantly so, {down} significantly the other way"
-    return Judged(said, f"{counted}; {spread}", budget)
+    return Judged(said, f"{counted}; {spread}", budget, p)
 
 
 def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = "") -> Judged:
@@ -141,9 +145,16 @@ def ledger() -> pd.DataFrame:
 
 
 def table(
-    profile: Profile, notebook: str, judged: Mapping[str, Judged], rests_on: Mapping[str, str] | None = None
+    profile: Profile,
+    notebook: str,
+    judged: Mapping[str, Judged],
+    rests_on: Mapping[str, str] | None = None,
+    lacking: Iterable[str] = (),
 ) -> pd.DataFrame:
     """The claims table that closes a notebook, saved as claims_<notebook>.csv: claim id -> what came out.
+
+    `lacking` names the claims that this run judged by a part of their data alone: of them the saved table keeps the
+    rows that it had, with their date in `as_of`, so that a run never takes a committed verdict away.
 
     `rests_on` names the verdicts (claim id -> verdict) on which the sentences below the table rest: where one came out
     otherwise, in another profile or after a changed cell, a note says so. Raises DataError for an id that the ledger
@@ -167,12 +178,25 @@ def table(
         },
         index=of.index,
     )
-    text = rows.assign(said=rows.index.map(rests_on)).to_csv()
-    write_atomically(profile.tables / f"claims_{notebook}.csv", text.encode())
+    path = profile.tables / f"claims_{notebook}.csv"
+    saved = _with_kept(rows.assign(said=rows.index.map(rests_on)), path, lacking)
+    write_atomically(path, saved.to_csv().encode())
     for name, said in rests_on.items():
         if (here := judged[name].verdict) != said:
             print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")
     return rows
+
+
+def _with_kept(rows: pd.DataFrame, path: Path, lacking: Iterable[str]) -> pd.DataFrame:
+    """`rows` with those of the table before it for the claims `lacking`, and their date in `as_of`."""
+    before = pd.read_csv(path, index_col="id", keep_default_na=False) if path.exists() else rows.head(0)
+    kept = before.loc[[name for name in lacking if name in rows.index and name in before.index]]
+    if kept.empty:
+        return rows
+    print(f"{path.stem}: {', '.join(kept.index)} stay as they were; this run judged them by a part of their data.")
+    since = kept["as_of"] if "as_of" in kept else pd.Series("", kept.index)
+    kept = kept.assign(as_of=since.replace("", committed_on(path)))
+    return pd.concat([rows.drop(kept.index), kept]).loc[rows.index]
 
 
 # --- all notebooks together -------------------------------------------------------------------------------------------

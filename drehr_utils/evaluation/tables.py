@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import pandas as pd
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.claims import SIGNIFICANT
 from drehr_utils.evaluation.intervals import DIFFERENCE, RESULT_COLUMNS
-from drehr_utils.files import naming, write_atomically
+from drehr_utils.files import committed_on, naming, write_atomically
 from drehr_utils.profiles import ROOT
 
 PAPERS = ROOT / "data/papers.csv"
@@ -135,8 +134,7 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
     kept = read_table(name, folder).dropna(subset="ours").query(lacking) if path.exists() else long.head(0)
     if kept.empty:
         return long
-    git = ["git", "-C", str(folder), "log", "-1", "--format=%cs", "--", path.name]
-    date = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "an earlier run"
+    date = committed_on(path)
     kept = kept.assign(as_of=kept["as_of"].fillna(date) if "as_of" in kept else date)
     print(f"{name}: {len(kept)} values with a † are of {kept['as_of'].iloc[0]}; for them this run lacked data.")
     own = ~pd.MultiIndex.from_frame(long[KEYS]).isin(pd.MultiIndex.from_frame(kept[KEYS]))  # not the paper's alone

@@ -39,7 +39,7 @@ def contrastive_loss(
     Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
     over the batch's chunks; one logarithm a batch is divided by the number of chunks in both directions."""
     multi_similarity = losses.multi_similarity_loss if config.per_anchor else losses.batch_multi_similarity_loss
-    hyper = losses.Hyper(config.alpha, config.beta, config.lam, config.epsilon)
+    hyper = losses.PAPER._replace(beta=config.beta)
     left_out, hard = (torch.zeros_like(known) if mask is None else mask for mask in (left_out, hard))
     (n_chunks, n_drawn), flat, beside = columns.shape, columns.reshape(-1), hard.any(dim=0)
     own = torch.eye(n_chunks, dtype=torch.bool, device=S.device).repeat_interleave(n_drawn, dim=1)

@@ -40,12 +40,12 @@ def inside(model: Path) -> Path:
     return model / "hybrid" if (model / "hybrid").is_dir() else model
 
 
-def hybrid_of(model: Path = SHIPPED) -> Hybrid:
+def hybrid_of(model: str | Path = SHIPPED) -> Hybrid:
     """The hybrid of a folder that Hybrid.save or `train` wrote, or of an encoder's folder and the open graph."""
     from drehr_utils.knowledge import vocabularies
     from drehr_utils.search.hybrid import GRAPH_FOLDER, Hybrid
 
-    model = inside(model)
+    model = inside(Path(model))
     whole = (model / GRAPH_FOLDER).is_dir()
     return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +36,8 @@ def _rows(*ours_and_p):
     ],
 )
 def test_a_claim_of_all_is_judged_on_all(rows, sign, said):
-    assert claims.judge(rows, sign).verdict == said
+    found = claims.judge(rows, sign)
+    assert found.verdict == said and found.p == pytest.approx(rows["p"].max(skipna=False), nan_ok=True)
 
 
 def test_a_claim_of_nothing_is_not_testable():
@@ -112,6 +115,26 @@ def test_a_flipped_verdict_is_a_note_and_a_wrong_one_an_error(tmp_path, monkeypa
     ]:
         with pytest.raises(DataError):
             claims.table(profile, "99", judged, rests_on)
+
+
+def test_a_run_without_all_data_keeps_the_committed_verdict_and_its_date(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
+    profile = replace(load_profile("open"), in_place=False)
+    judged = {name: claims.Judged(claims.HOLDS, "14 of 14") for name in ("kg-01", "kg-02")}
+    path = profile.tables / "claims_99.csv"
+    claims.table(profile, "99", judged)
+    git = ["git", "-C", str(path.parent), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *step], check=True, env=os.environ | {"GIT_COMMITTER_DATE": "2026-01-02T00:00"})
+    fewer = {name: claims.Judged(claims.NOT_SHOWN, "7 of 7") for name in judged}
+    for _ in range(2):  # a second such run keeps the date, too
+        shown = claims.table(profile, "99", fewer, lacking=["kg-01", "kg-03"])
+        assert "claims_99: kg-01 stay as they were" in capsys.readouterr().out
+        kept = pd.read_csv(path, index_col="id", keep_default_na=False)
+        assert list(shown["verdict"]) == [claims.NOT_SHOWN] * 2 and list(shown.columns) == claims.COLUMNS
+        assert list(kept["ours"]) == ["14 of 14", "7 of 7"] and list(kept["as_of"]) == ["2026-01-02", ""]
+    claims.table(profile, "99", fewer)
+    assert "as_of" not in pd.read_csv(path) and set(pd.read_csv(path)["ours"]) == {"7 of 7"}
 
 
 def test_each_committed_sentence_rests_on_the_verdicts_that_came_out():

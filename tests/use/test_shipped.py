@@ -14,7 +14,7 @@ from drehr_utils import pipeline
 from drehr_utils.data.benchmark import subset
 from drehr_utils.evaluation import metrics, tables
 from drehr_utils.papers.drehr import rivals, runs
-from drehr_utils.profiles import load_profile
+from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.search.index import NoteIndex
 from drehr_utils.use import search, ship
 
@@ -32,6 +32,17 @@ def test_the_weights_are_halves_that_compute_in_single_precision(folder):
         0
     ]
     assert near > far + 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_the_cards_lines_run_right_after_a_clone(folder, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines, names = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL), {}
+    for block in lines:
+        exec(block, names)
+    found = names["hybrid"].search("heart failure", top=2)
+    assert len(lines) == 2 and [text[:7] for _, text in found] == ["Known H", "Right k"]
 
 
 @pytest.fixture(scope="module")

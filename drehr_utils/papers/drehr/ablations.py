@@ -12,7 +12,7 @@ import pandas as pd
 import scipy.optimize
 
 from drehr_utils import pipeline
-from drehr_utils.config import Recipe, Resampling, StageConfig
+from drehr_utils.config import ALPHA, LAMBDA, Recipe, Resampling, StageConfig
 from drehr_utils.data.benchmark import MATCH_TYPES
 from drehr_utils.evaluation import intervals, metrics
 from drehr_utils.evaluation.intervals import contrast as contrast
@@ -72,8 +72,8 @@ def collapsed_loss(config: StageConfig) -> float:
         P, N, divisor = size * P, size * N, size
 
     def loss(s: float) -> float:
-        pull = np.logaddexp(0, np.log(P) - config.alpha * (s - config.lam)) / config.alpha
-        return pull + np.logaddexp(0, np.log(N) + config.beta * (s - config.lam)) / config.beta
+        pull = np.logaddexp(0, np.log(P) - ALPHA * (s - LAMBDA)) / ALPHA
+        return pull + np.logaddexp(0, np.log(N) + config.beta * (s - LAMBDA)) / config.beta
 
     return float(scipy.optimize.minimize_scalar(loss, bounds=(-1, 1), method="bounded").fun) / divisor
 

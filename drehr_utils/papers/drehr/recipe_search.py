@@ -53,11 +53,16 @@ def first_search(profile: Profile) -> pd.DataFrame:
     return pd.read_csv(FIRST_SEARCH, nrows=0 if profile.protected else None)
 
 
-def best(scored: pd.DataFrame, start: pd.Series) -> pd.Series:
-    """The row that the improved recipe is: the highest mean of Single-Patient MAP and Multi-Patient R@100 of those that
-    lose at most a point on each metric of a sample of MedQuAD against the starting encoder's row."""
+def passing(scored: pd.DataFrame, start: pd.Series) -> pd.DataFrame:
+    """The rows that lose at most a point on each metric of a sample of MedQuAD against the starting encoder's row."""
     scored = scored.dropna(subset=GUARD)
-    kept = scored[(scored[GUARD] >= start[GUARD].astype(float) - 1).all(axis=1)]
+    return scored[(scored[GUARD] >= start[GUARD].astype(float) - 1).all(axis=1)]
+
+
+def best(scored: pd.DataFrame, start: pd.Series) -> pd.Series:
+    """The row that the improved recipe is, by the rule: of those `passing`, the highest mean of Single-Patient MAP and
+    Multi-Patient R@100."""
+    kept = passing(scored, start)
     return kept.loc[kept[CHOSEN_BY].mean(axis=1).idxmax()]
 
 
