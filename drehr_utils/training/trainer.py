@@ -270,6 +270,8 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, refere
     else:
         S = chunks @ entities.T
     loss = contrastive_loss(S, inputs["columns"], *masks)
+    if "taught" in inputs:
+        loss = loss + config.distil * losses.divergence(S.T, inputs["taught"].T)
     if "others" in inputs:
         with torch.no_grad(), torch.autocast(chunks.device.type, torch.bfloat16, enabled=has_fast_bf16()):
             before = embed_buckets(reference, inputs["others_before"])

@@ -36,6 +36,8 @@ def changes(profile: Profile) -> dict[str, Recipe]:
         "twice the steps": double,
         "batches of 128": {"batch_size": 128, "epochs": 2 * double["epochs"]},
         "4 hard negatives a chunk": {"hard_negatives": 4},
+        "4 mined negatives a chunk": {"hard_negatives": 4, "mined": True},
+        "distilled from the hybrid": {"distil": 0.1},
         "windows, half of the similarity": {"windows": 0.5},
         "windows and 4 hard negatives": {"windows": 0.5, "hard_negatives": 4},
         "windows, twice the steps": {"windows": 0.5} | double,
