@@ -24,7 +24,8 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import bootstrap_interval
-from drehr_utils.files import committed_on, naming, write_atomically
+from drehr_utils.evaluation.tables import dated
+from drehr_utils.files import naming, write_atomically
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -194,9 +195,7 @@ def _with_kept(rows: pd.DataFrame, path: Path, lacking: Iterable[str]) -> pd.Dat
     if kept.empty:
         return rows
     print(f"{path.stem}: {', '.join(kept.index)} stay as they were; this run judged them by a part of their data.")
-    since = kept["as_of"] if "as_of" in kept else pd.Series("", kept.index)
-    kept = kept.assign(as_of=since.replace("", committed_on(path)))
-    return pd.concat([rows.drop(kept.index), kept]).loc[rows.index]
+    return pd.concat([rows.drop(kept.index), dated(kept, path)]).loc[rows.index]
 
 
 # --- all notebooks together -------------------------------------------------------------------------------------------

@@ -128,14 +128,19 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     return table
 
 
+def dated(kept: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Rows of the committed table at `path` that outlive a run, each with the date since which it stands in `as_of`."""
+    since = kept["as_of"].replace("", np.nan) if "as_of" in kept else pd.Series(np.nan, kept.index)
+    return kept.assign(as_of=since.fillna(committed_on(path)))
+
+
 def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.DataFrame:
     """`long`, and below it the rows of the folder's table that match `lacking`, with their date in `as_of`."""
     path = folder / f"{name}.csv"
     kept = read_table(name, folder).dropna(subset="ours").query(lacking) if path.exists() else long.head(0)
     if kept.empty:
         return long
-    date = committed_on(path)
-    kept = kept.assign(as_of=kept["as_of"].fillna(date) if "as_of" in kept else date)
+    kept = dated(kept, path)
     print(f"{name}: {len(kept)} values with a † are of {kept['as_of'].iloc[0]}; for them this run lacked data.")
     own = ~pd.MultiIndex.from_frame(long[KEYS]).isin(pd.MultiIndex.from_frame(kept[KEYS]))  # not the paper's alone
     return pd.concat([long[own], kept], ignore_index=True)

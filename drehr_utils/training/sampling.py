@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -188,7 +188,7 @@ class Collator:
     rows_per_bucket: int = 8  # on average: buckets are cut where the least is padding
     entity_buckets: int = 4
     most: int | None = None  # tokens of a bucket, padding included
-    reference: SentenceTransformer | None = None  # StageConfig.keep's; its tokenizer may be another
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)  # other text -> where StageConfig.keep keeps it
     windows: bool = False  # of the chunks, too
     share: tuple[int, int] = (0, 1)  # (rank, world): which of a joint batch's texts are this process's to encode
 
@@ -211,8 +211,9 @@ class Collator:
         texts = self.own([row.text for row in rows])
         others = self.own([text for row in rows for text in row.others])
         kept = {}
-        for name, model in (("others", self.encoder), ("others_before", self.reference)) if others else ():
-            kept[name] = token_buckets(model, others, CHUNK_TOKENS, self.entity_buckets, most=self.most)
+        if others:
+            kept["others"] = token_buckets(self.encoder, others, CHUNK_TOKENS, self.entity_buckets, most=self.most)
+            kept["before"] = torch.from_numpy(np.stack([self.before[text] for text in others]))  # [others, dim]
         if self.windows:
             parts = [windows(text) for text in texts]
             every = [window for part in parts for window in part]

@@ -22,7 +22,7 @@ from drehr_utils import artifacts, files
 from drehr_utils.config import StageConfig
 from drehr_utils.errors import DataError
 from drehr_utils.training import losses
-from drehr_utils.training.encoders import RECOMPUTED_TOKENS, Rounded, embed_buckets, has_fast_bf16, skip_padding
+from drehr_utils.training.encoders import RECOMPUTED_TOKENS, Rounded, embed_buckets, encode, has_fast_bf16, skip_padding
 from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
 
 
@@ -257,9 +257,9 @@ def similarities(chunks: Tensor, entities: Tensor, windows: Tensor, of_chunk: Te
     return (1 - share) * whole + share * best
 
 
-def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, reference: Any = None) -> Tensor:
+def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig) -> Tensor:
     """`contrastive_loss` of a batch that sampling.Collator made; with other texts in it, `config.keep` times how far
-    they are from where the encoder `reference` puts them is added."""
+    they are from where they were `before` is added."""
     chunks, entities = (embed_buckets(model, inputs[name], config.recompute) for name in ("chunks", "entities"))
     masks = inputs["known"], config, inputs["left_out"], inputs["hard"]
     if config.gather_negatives:
@@ -271,9 +271,7 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig, refere
         S = chunks @ entities.T
     loss = contrastive_loss(S, inputs["columns"], *masks)
     if "others" in inputs:
-        with torch.no_grad(), torch.autocast(chunks.device.type, torch.bfloat16, enabled=has_fast_bf16()):
-            before = embed_buckets(reference, inputs["others_before"])
-        loss = loss + config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), before)
+        loss = loss + config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), inputs["before"])
     return loss
 
 
@@ -296,8 +294,10 @@ def train_stage(
     schedule = batch_schedule(data.note_ids, config)
     skip_padding(encoder)
     share, most = ranks() if config.gather_negatives else (0, 1), RECOMPUTED_TOKENS if config.recompute else None
-    own = {"most": most, "reference": reference, "windows": config.windows > 0, "share": share}
+    own = {"most": most, "windows": config.windows > 0, "share": share}
+    if config.keep:  # what never changes is computed once for the whole training
+        own["before"] = dict(zip(data.other_texts, encode(reference, data.other_texts, bf16=True), strict=True))
     collator = Collator(encoder, data.graph.concepts_of, **own)
-    loss = partial(batch_loss, config=config, reference=reference)
+    loss = partial(batch_loss, config=config)
     pairs = PositivePairs(data, config)
     return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)

@@ -310,10 +310,12 @@ def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_p
         training_set = replace(data(), other_texts=others)
         encoder = pipeline.starting_encoder(load_profile("smoke"))
         config = replace(CONFIG, keep=keep, kept_per_chunk=2)
-        reference = pipeline.starting_encoder(load_profile("smoke"))
+        reference, asked = pipeline.starting_encoder(load_profile("smoke")), []
+        reference.register_forward_pre_hook(lambda _, inputs: asked.append(len(inputs[0]["input_ids"])))
         train_stage(
             encoder, training_set, config, tmp_path / str(keep), reference=reference, save_steps=0, progress=False
         )
+        assert sum(asked) == (len(others) if keep else 0)  # each text once, however often it is drawn
         return float((1 - (encoders.encode(encoder, others) * start).sum(1)).mean())
 
     assert drift(20.0) < drift(0.0) / 2

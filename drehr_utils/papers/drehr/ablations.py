@@ -22,6 +22,8 @@ from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
 WITHOUT, EQUAL_STEPS, STAGE1_ONLY = "w/o stage I", "w/o stage I, equal steps", "Stage I only"
 STAGE1_ROWS = ("+ String Match", "+ Abbreviation", "+ KG-Synonym", "+ KG-Hypernym", "+ KG-Related")
 ALL_THREE = "Stage I + all three"
+DEPARTED = "an epoch a stage"
+DEPARTED_CLS = f"{DEPARTED}, [CLS]"
 
 
 def shortened(profile: Profile, recipe: Recipe) -> Recipe:
@@ -58,6 +60,19 @@ def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
         for kind in STAGE2_SOURCES
     }
     return rows | {ALL_THREE: plain}
+
+
+def departures(profile: Profile) -> dict[str, Recipe]:
+    """The published recipe for an epoch a stage, as ours and with one thing as the paper or its authors' code has it
+    (notebook 05). Scored on dev alone; DEPARTED_CLS starts from another pooling (systems.profile_of)."""
+    ours = profile.published.each(lambda stage: replace(stage, epochs=1))
+    return {
+        DEPARTED: ours,
+        f"{DEPARTED}, 128 positives in stage I": replace(ours, stage1=replace(ours.stage1, positives_per_chunk=128)),
+        DEPARTED_CLS: ours,
+        f"{DEPARTED}, dropout 0.1": ours.each(lambda stage: replace(stage, dropout=0.1)),
+        f"{DEPARTED}, masked": ours.each(lambda stage: replace(stage, mask_false_negatives=True)),
+    }
 
 
 def collapsed_loss(config: StageConfig) -> float:

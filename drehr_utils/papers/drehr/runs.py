@@ -5,8 +5,9 @@
     python -m drehr_utils.papers.drehr.runs --check    # which are out of date; five steps of each: minutes
 
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
-column a training (of other sizes, of ablations, of other graphs, of other notes, by windows, of short trainings and of
-the search on dev: scores-sizes.csv.gz, -ablations, -graphs, -notes, -windows, -short, -search);
+column a training (of other sizes, of ablations, of other graphs, of other notes, by windows, of short trainings, of
+the search on dev and of departures: scores-sizes.csv.gz, -ablations, -graphs, -notes, -windows, -short, -search,
+-departures);
 <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
@@ -66,6 +67,7 @@ def scores_file(profile: Profile, row: str) -> Path:
     families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
     families |= {"-windows": systems.by_windows(profile), "-short": systems.as_short(profile)}
     families |= {"-search": recipe_search.candidates(profile), "-graphs": systems.of_other_graphs(profile)}
+    families |= {"-departures": ablations.departures(profile)}
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
 
@@ -123,11 +125,12 @@ def _content(sets: PositiveSets) -> dict[str, Any]:
 
 
 def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str, pd.DataFrame]) -> None:
-    """Scores a trained row on dev and test (a candidate of the search on dev alone), and writes its records."""
+    """Scores a trained row on dev and test (a candidate of the search and a departure on dev alone), and writes its
+    records."""
     recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.candidates(profile)
     guarded = candidate or row in (*systems.table4(profile), systems.BY_WINDOWS) and not systems.is_hybrid(row)
-    for split in SPLITS[: 1 if candidate else 2]:
+    for split in SPLITS[: 1 if candidate or row in ablations.departures(profile) else 2]:
         bench = pipeline.benchmark(profile, split)
         scores = systems.scores(profile, row, model, bench)
         found[split] = metrics.per_search(bench, scores)
@@ -185,14 +188,16 @@ def add_scores(path: Path, name: str, found: dict[str, pd.DataFrame]) -> None:
 def write_runs(profile: Profile, row: str, bench: Benchmark, scores: metrics.Scores, split: str) -> None:
     """A system's TREC run files of a split, the first 100 chunks of each search: all of a note's.
 
-    Scores have four decimals; those that are equal then are told apart by the last of them, in our order."""
+    Scores have four decimals, dev's three, for they are committed; those that are equal then are told apart by the last
+    of them, in our order."""
+    digits = 3 if split == "dev" else 4
     for setting in SETTINGS:
         lines = []
         for found in metrics.rankings(bench, scores, setting):
             last = np.inf
             for place, (chunk_id, score) in enumerate(zip(found.chunk_ids[:DEPTH], found.scores, strict=False), 1):
-                last = min(round(float(score), 4), last - 1e-4)
-                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last:.4f} {slug(row)}\n")
+                last = min(round(float(score), digits), last - 10**-digits)
+                lines.append(f"{found.search_id} Q0 {chunk_id} {place} {last:.{digits}f} {slug(row)}\n")
         path = folder(profile) / f"{slug(row)}.{split}.{setting}.run.gz"
         files.write_atomically(path, "".join(lines).encode())
 

@@ -159,7 +159,10 @@ def profile_of(profile: Profile, row: str) -> Profile:
     if row in fewer_notes(profile):
         return replace(profile, max_train_notes=int(row.split()[-2]))
     if row not in REAL.values():
-        return replace(profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}), **OTHER_GRAPHS.get(row, {}))
+        pooling = {"pooling": "cls"} if row == ablations.DEPARTED_CLS else {}
+        return replace(
+            profile, **OTHER_SIZES.get(row.rpartition(" on ")[2], {}), **OTHER_GRAPHS.get(row, {}), **pooling
+        )
     answers = (*profile.recorded_answers, ROOT / "data/llm_answers/aci_bench.jsonl.gz")
     return replace(profile, real_notes=True, recorded_answers=answers)
 
@@ -176,8 +179,8 @@ def lacking(profile: Profile, row: str) -> str | None:
 
 def rows(profile: Profile) -> dict[str, Recipe]:
     """Every trained row: Table 4's, other sizes', those by windows, the short ones, the ablations of Tables 5 and 6 at
-    their share of the steps, those of other graphs, the learning curve's, and the candidates of the search, which are
-    scored on dev alone."""
+    their share of the steps, those of other graphs, the learning curve's, and the candidates of the search and the
+    departures, which are scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    tables |= of_other_graphs(profile)
+    tables |= of_other_graphs(profile) | ablations.departures(profile)
     return tables | by_windows(profile) | as_short(profile) | fewer_notes(profile) | recipe_search.candidates(profile)
