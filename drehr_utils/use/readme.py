@@ -5,15 +5,12 @@ from __future__ import annotations
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import claims
 from drehr_utils.evaluation.tables import FOLDER, read_table
-from drehr_utils.papers.drehr import systems
 from drehr_utils.profiles import ROOT, load_profile
 
 
 def results_table() -> str:
-    """Table 4's systems that we ran, but for encoders of other sizes, in Markdown: ours with the 95% interval, the
-    paper's figure in brackets."""
+    """Table 4's systems that we ran, in Markdown: ours with the 95% interval, the paper's figure in brackets."""
     table = read_table("drehr_table4", FOLDER).dropna(subset="ours")
-    table = table[~table["system"].isin(systems.sizes(load_profile("open")))]
     columns = list(dict.fromkeys(zip(table["setting"], table["metric"], strict=True)))
     lines = ["| | " + " | ".join(f"{'Single' if s == 'single' else 'Multi'} {m}" for s, m in columns) + " |"]
     lines.append("| --- |" + " ---: |" * len(columns))

@@ -112,7 +112,8 @@ class PolyEncoder(BiEncoder):
 
 
 class CrossEncoder(nn.Module):
-    """One encoder over query and passage together, and a linear score of its pooled output (CAPR §3.2)."""
+    """One encoder over query and passage together, and a linear score of its output, pooled as it was trained to be
+    (CAPR §3.2, where that is [CLS])."""
 
     def __init__(self, encoder: SentenceTransformer, *, max_tokens: int = 512):
         super().__init__()
@@ -128,9 +129,10 @@ class CrossEncoder(nn.Module):
         scores = []
         for rows in order.split(-(-len(pairs) // BUCKETS)):
             batch = tokenizer.pad({k: [tokens[k][i] for i in rows] for k in tokens}, return_tensors="pt").to(device)
-            hidden = self.encoder[0].auto_model(**batch).last_hidden_state[:, 0]  # [CLS]
+            read = {"token_embeddings": self.encoder[0].auto_model(**batch).last_hidden_state} | dict(batch)
+            pooled = self.encoder[1](read)["sentence_embedding"]
             with torch.autocast(device.type, enabled=False):
-                scores.append(self.head(hidden.float())[:, 0])
+                scores.append(self.head(pooled.float())[:, 0])
         return torch.cat(scores)[order.argsort().to(device)]
 
     def forward(self, queries: Sequence[str], passages: Sequence[Passage]) -> Tensor:

@@ -15,7 +15,7 @@ from drehr_utils import pipeline
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import single_patient_tasks
 from drehr_utils.evaluation import claims, metrics, tables
-from drehr_utils.papers.drehr import rivals, runs, systems
+from drehr_utils.papers.drehr import runs, systems
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.training.positives import positive_statistics
 
@@ -126,7 +126,6 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
     """Every step by another reader: run file -> ir-measures -> scores.csv.gz -> figures/tables/drehr_table4.csv."""
     profile, table4 = load_profile("open"), tables.read_table("drehr_table4").set_index(["system", "setting", "metric"])
     shown = systems.table4(profile) | systems.by_windows(profile)
-    del shown[rivals.PUBLISHED_WINDOWS]  # recorded before it was to have run files
     recorded = [about for about in runs.abouts(profile) if about["row"] in shown and about["seed"] == 0]
     assert recorded
     for about in recorded:
@@ -156,10 +155,9 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
         if not (runs.folder(profile) / f"{system}-seed0.json").exists():
             found = measured_by_ir_measures(pipeline.benchmark(profile, "test"), path, setting)
             for metric, values in found.items():
-                ours = table4.loc[(row_of[system], setting, metric), "ours"]
-                assert np.mean(list(values.values())) == pytest.approx(
-                    ours, abs=0.1 if metric == "MRR" else 0.05
-                )  # as above
+                ours, theirs = table4.loc[(row_of[system], setting, metric), "ours"], np.array(list(values.values()))
+                beyond = np.mean(theirs == 0) * 100 / (runs.DEPTH + 1) if (setting, metric) == ("multi", "MRR") else 0
+                assert theirs.mean() - 0.05 <= ours <= theirs.mean() + beyond + 0.05  # first found below rank 100
 
 
 def test_the_committed_records_are_of_todays_recipes_and_data():
