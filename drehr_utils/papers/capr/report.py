@@ -111,18 +111,13 @@ def scores_of(profile: Profile, names: Iterable[str], query: str, texts: Sequenc
 
 
 def ranked(query: str, texts: Sequence[Passage], scores: Mapping[str, np.ndarray], k: int = 3) -> pd.DataFrame:
-    """The first `k` of the passages for a query by each system's scores, cut short: ✓ where one has the query's entity
+    """The first `k` of the passages for a query by each system's scores: ✓ where one has the query's entity
     and aspect, its heading in brackets, the entity in capitals."""
     (entity, _, aspect), found = query.partition(" ; "), {}
     for name, of in scores.items():
         best = [texts[i] for i in np.argsort(-of, kind="stable")[:k]]
         found[name] = [
-            f"{'✓ ' * (p.aspect == aspect and entity in p.entities)}[{p.aspect}] {_around(p.text, entity)}"
+            f"{'✓ ' * (p.aspect == aspect and entity in p.entities)}[{p.aspect}] {p.text.replace(entity, entity.upper())}"
             for p in best
         ]
     return pd.DataFrame(found, index=range(1, min(k, len(texts)) + 1))
-
-
-def _around(text: str, word: str, width: int = 140) -> str:
-    start = max(0, text.find(word) - width // 2)
-    return text[start : start + width].replace(word, word.upper())

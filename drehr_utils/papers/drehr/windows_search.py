@@ -1,4 +1,5 @@
-"""The search for training that suits windows, on dev: the improved recipe with one thing changed at a time.
+"""The search for training that suits windows, on dev: the improved recipe with one thing changed at a time, and the
+published one in its place.
 
     python -m drehr_utils.papers.drehr.windows_search            # the changes that data/runs/windows_search.csv lacks
 
@@ -29,7 +30,7 @@ SEARCHED = {  # how a training's encoder is scored: alone, with windows, and in 
 
 
 def changes(profile: Profile) -> dict[str, Recipe]:
-    """Name -> the improved recipe with that change."""
+    """Name -> the improved recipe with that change, or the published one."""
     double = {"epochs": 2 * profile.improved.stage2.epochs}
     found = {
         "the recipe as it is": {},
@@ -43,7 +44,8 @@ def changes(profile: Profile) -> dict[str, Recipe]:
         "windows, three quarters, twice the steps": {"windows": 0.75} | double,
         "windows, batches of 128, as many steps": {"windows": 0.5, "batch_size": 128, "epochs": 4 * double["epochs"]},
     }
-    return {name: replace(profile.improved, stage2=replace(profile.improved.stage2, **c)) for name, c in found.items()}
+    changed = {n: replace(profile.improved, stage2=replace(profile.improved.stage2, **c)) for n, c in found.items()}
+    return changed | {"the published recipe instead": profile.published}
 
 
 def digest(profile: Profile, recipe: Recipe) -> str:

@@ -1,11 +1,14 @@
-"""MedMentions and COMETA, test sets of the paper whose concepts are licensed (KG entity retrieval §5, Table 2).
+"""Test sets that don't come with the repository: MedMentions and COMETA, whose concepts are licensed (KG entity
+retrieval §5, Table 2), and mentions of one's own with their codes of ICD-10-CM.
 
     python -m drehr_utils.papers.kg.corpora medmentions FOLDER --fetch     # CC0, from GitHub; its concepts are UMLS's
     python -m drehr_utils.papers.kg.corpora cometa FOLDER                  # by request: https://siphs.org/corpus
     ... --systems "UMLS Syn" "SNOMED Graph"          # beside BM25 and the start; trained where they aren't yet
+    python -m drehr_utils.papers.kg.corpora icd10 MENTIONS.csv --profile full --systems "ICD-10 Names"   # or .csv.gz
 
 R@1 and R@25 with 95% intervals, as notebook 12's Table 3. DREHR_UMLS (a release's META folder) or DREHR_SNOMED (RF2)
-gives the concepts. Only files in the corpora's layouts were ever read here: the corpora can't be had without a network.
+gives the corpora's concepts; only files in their layouts were ever read here, for they can't be had without a network.
+One's own file has the columns note_id, mention and icd10cm_code, and is searched among all specific codes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from drehr_utils.evaluation import records
 from drehr_utils.files import read_text_lines, tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg import systems
-from drehr_utils.papers.kg.linking import Mention, TestSet, read_ncbi
+from drehr_utils.papers.kg.linking import Mention, TestSet, load_open_linking, read_ncbi
 from drehr_utils.papers.kg.tasks import text_key
 from drehr_utils.profiles import Profile
 
@@ -81,9 +84,15 @@ def load_cometa(folder: Path, graph: KnowledgeGraph) -> list[TestSet]:
     return [_test_set(name, "SNOMED", graph, rows(*split)) for name, split in COMETA_SPLITS.items()]
 
 
+def load_icd10(path: Path, _: None = None) -> list[TestSet]:
+    """A file as data/open_linking/mentions.csv.gz, which linking.load_open_linking reads."""
+    return [replace(load_open_linking(path), name=path.name)]
+
+
 CORPORA: dict[str, tuple[str, Callable[[Path, KnowledgeGraph], list[TestSet]]]] = {
     "medmentions": ("UMLS", load_medmentions),
     "cometa": ("SNOMED", load_cometa),
+    "icd10": (systems.ICD10, load_icd10),
 }
 
 
@@ -107,23 +116,23 @@ def compared(profile: Profile, test_set: TestSet, names: Sequence[str]) -> pd.Da
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", choices=CORPORA)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="of icd10 the file")
     parser.add_argument("--fetch", action="store_true", help="MedMentions into the folder first")
     parser.add_argument("--systems", nargs="+", default=[], metavar="SYSTEM", help="notebook 12's")
     parser.add_argument("--profile", default="mimic")
     options, profile = records.parse(parser, arguments)
-    if options.fetch and options.corpus == "cometa":
-        parser.error("COMETA is had by request: https://siphs.org/corpus")
+    if options.fetch and options.corpus != "medmentions":
+        parser.error("MedMentions alone can be fetched; COMETA is had by request: https://siphs.org/corpus")
     of, load = CORPORA[options.corpus]
     try:
-        if of not in (graphs := systems.graphs(profile)):
+        if of not in (graphs := systems.graphs(profile) | {systems.ICD10: None}):  # whose codes a package carries
             parser.error(f"the concepts are {of}'s: set DREHR_{of} to a release, which the profile mimic reads")
         if options.systems and (unknown := set(options.systems) - set(known := systems.names(profile))):
             parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
         for remote in MEDMENTIONS_FILES if options.fetch else ():
             download(remote, options.folder)
         for test_set in load(options.folder, graphs[of]):
-            asked = unseen(profile, test_set, options.systems)
+            asked = unseen(profile, test_set, options.systems).cut(None, profile.kg.max_codes, profile.seed)
             told = ", ".join(f"{n:,}: {why}" for why, n in asked.left_out.items() if n) or "none"
             print(f"{asked.name}: {len(asked.mentions):,} mentions, {len(asked.concepts):,} concepts; left out: {told}")
             if asked.mentions:

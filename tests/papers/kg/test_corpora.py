@@ -123,6 +123,23 @@ def test_the_command_prints_recall_and_what_it_left_out(mimic, tmp_path, capsys,
         assert said in capsys.readouterr().err
 
 
+def test_mentions_of_ones_own_are_searched_among_all_codes(tmp_path, capsys):
+    path, smoke = tmp_path / "own.csv", load_profile("smoke")
+    shown = systems.tasks(smoke)["ICD-10 Syn"][0].pair(0)[0]
+    path.write_text(f"note_id,mention,icd10cm_code\nn1,MI,I21.9\nn2,{shown},I21.9\nn3,broken wrist,S62.101A\n")
+    (found,) = corpora.load_icd10(path)
+    assert found.name == "own.csv" and len(found.concepts) > 36_000
+    assert [m.concepts for m in found.mentions] == [{"I21.9"}, {"I21.9"}, {"S62.101"}]  # which encounter isn't said
+    corpora.main(["icd10", str(path), "--profile", "smoke", "--systems", "ICD-10 Syn"])
+    out = capsys.readouterr().out
+    assert f"own.csv: 2 mentions, {smoke.kg.max_codes} concepts; left out: 1: {corpora.SEEN}" in out
+    assert {line.split()[0] for line in out.splitlines() if "R@25" in line} == {"start", "BM25", "ICD-10"}
+    path.write_text("note_id,mention,icd10cm_code\nn1,MI,I99.99\n")
+    with pytest.raises(SystemExit):
+        corpora.main(["icd10", str(path), "--profile", "smoke"])
+    assert "own.csv, row 2, field icd10cm_code: 'I99.99' is no specific code" in capsys.readouterr().err
+
+
 def test_a_mention_that_training_shows_is_left_out(mimic, tmp_path):
     train = systems.tasks(mimic)["UMLS Syn"][0]
     shown, hidden = train.pair(0)[0], "no name of any concept"
