@@ -24,8 +24,7 @@ import scipy.stats
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import bootstrap_interval
-from drehr_utils.evaluation.tables import dated
-from drehr_utils.files import naming, write_atomically
+from drehr_utils.files import committed_on, naming, write_atomically
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
@@ -186,6 +185,12 @@ def table(
         if (here := judged[name].verdict) != said:
             print(f"Note: the sentences below were written when {name} came out as {said!r}; here: {here!r}.")
     return rows
+
+
+def dated(kept: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Rows of the committed table at `path` that outlive a run, each with the date since which it stands in `as_of`."""
+    since = kept["as_of"].replace("", np.nan) if "as_of" in kept else pd.Series(np.nan, kept.index)
+    return kept.assign(as_of=since.fillna(committed_on(path)))
 
 
 def _with_kept(rows: pd.DataFrame, path: Path, lacking: Iterable[str]) -> pd.DataFrame:

@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.claims import SIGNIFICANT
+from drehr_utils.evaluation.claims import SIGNIFICANT, dated
 from drehr_utils.evaluation.intervals import DIFFERENCE, RESULT_COLUMNS
-from drehr_utils.files import committed_on, naming, write_atomically
+from drehr_utils.files import naming, write_atomically
 from drehr_utils.profiles import ROOT
 
 PAPERS = ROOT / "data/papers.csv"
@@ -126,12 +126,6 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     if missing := [column for column in RESULT_COLUMNS if column not in table]:
         raise DataError(f"{path.name}, row 1, field {missing[0]}: missing column; run the notebook that makes it again")
     return table
-
-
-def dated(kept: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Rows of the committed table at `path` that outlive a run, each with the date since which it stands in `as_of`."""
-    since = kept["as_of"].replace("", np.nan) if "as_of" in kept else pd.Series(np.nan, kept.index)
-    return kept.assign(as_of=since.fillna(committed_on(path)))
 
 
 def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.DataFrame:

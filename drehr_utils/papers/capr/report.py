@@ -116,8 +116,7 @@ def ranked(query: str, texts: Sequence[Passage], scores: Mapping[str, np.ndarray
     (entity, _, aspect), found = query.partition(" ; "), {}
     for name, of in scores.items():
         best = [texts[i] for i in np.argsort(-of, kind="stable")[:k]]
-        found[name] = [
-            f"{'✓ ' * (p.aspect == aspect and entity in p.entities)}[{p.aspect}] {p.text.replace(entity, entity.upper())}"
-            for p in best
-        ]
+        ticks = ["✓ " * (p.aspect == aspect and entity in p.entities) for p in best]
+        shown = [p.text.replace(entity, entity.upper()) for p in best]
+        found[name] = [f"{t}[{p.aspect}] {text}" for t, p, text in zip(ticks, best, shown, strict=True)]
     return pd.DataFrame(found, index=range(1, min(k, len(texts)) + 1))
