@@ -135,7 +135,8 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
     if kept.empty:
         return long
     kept = dated(kept, path)
-    print(f"{name}: {len(kept)} values with a † are of {kept['as_of'].iloc[0]}; for them this run lacked data.")
+    since, lacked = kept["as_of"].iloc[0], "data (./run_all.sh --public) or a record"
+    print(f"{name}: {len(kept)} values with a † are of {since}; for them this run lacked {lacked}.")
     own = ~pd.MultiIndex.from_frame(long[KEYS]).isin(pd.MultiIndex.from_frame(kept[KEYS]))  # not the paper's alone
     return pd.concat([long[own], kept], ignore_index=True)
 

@@ -140,6 +140,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     stages = {stage: config for stage in ("stage1", "stage2") if (config := getattr(recipe, stage))}
     made = [json.loads((stage / "stage.json").read_text()) for stage in _stages(model)]
     machine = made[0]["machine"] if made else f"{platform.machine()}, {encoders.describe_device()}"
+    options = f'--profile {profile.name} --only "{row}" --seeds {seed} --remake'
     about = {
         "row": row,
         "seed": seed,
@@ -148,7 +149,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "minutes": round(sum(stage["minutes"] for stage in made), 1),
         "date": datetime.date.today().isoformat(),
         "machine": machine,
-        "command": f'python -m drehr_utils.papers.drehr.runs --profile {profile.name} --only "{row}" --seeds {seed}',
+        "command": f"python -m drehr_utils.papers.drehr.runs {options}",
         "recipe": artifacts.digest(recipe),
         "data": data_digest(systems.profile_of(profile, row), recipe),
         "settings": {stage: asdict(config) for stage, config in stages.items()},
@@ -329,9 +330,10 @@ def budgets(profile: Profile) -> dict[str, int]:
 
 
 def stale(profile: Profile) -> list[str]:
-    """What is no longer so in each record that isn't as the code, the recipes and the data are now."""
-    known, found = systems.rows(profile), []
-    for about in abouts(profile):
+    """The rows without a record, and what is no longer so in each record that isn't as code, recipes and data are."""
+    known, made = systems.rows(profile), abouts(profile)
+    found = [f"{row}: not there" for row in known if row not in {about["row"] for about in made}]
+    for about in made:
         of_row = systems.profile_of(profile, about["row"])
         name = slug(about["row"], about["seed"])
         if about["row"] not in known:
