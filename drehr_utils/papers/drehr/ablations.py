@@ -68,7 +68,6 @@ def departures(profile: Profile) -> dict[str, Recipe]:
     ours = profile.published.each(lambda stage: replace(stage, epochs=1))
     return {
         DEPARTED: ours,
-        f"{DEPARTED}, 128 positives in stage I": replace(ours, stage1=replace(ours.stage1, positives_per_chunk=128)),
         DEPARTED_CLS: ours,
         f"{DEPARTED}, dropout 0.1": ours.each(lambda stage: replace(stage, dropout=0.1)),
         f"{DEPARTED}, masked": ours.each(lambda stage: replace(stage, mask_false_negatives=True)),

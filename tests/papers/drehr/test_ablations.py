@@ -13,7 +13,7 @@ from drehr_utils import pipeline
 from drehr_utils.config import Resampling, StageConfig
 from drehr_utils.data.notes import Chunk
 from drehr_utils.evaluation import intervals, tables
-from drehr_utils.papers.drehr import ablations, recipe_search
+from drehr_utils.papers.drehr import ablations, recipe_search, systems
 from drehr_utils.profiles import load_profile
 from drehr_utils.training import encoders, losses, sampling, trainer
 from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES, PositiveSets
@@ -22,6 +22,23 @@ from drehr_utils.training.sampling import GraphView, TrainingSet
 
 def differences(a: dict, b: dict) -> set[str]:
     return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+def test_departures_differ_by_one_thing_from_ours_an_epoch_a_stage():
+    full = load_profile("full")
+    found = ablations.departures(full)
+    ours = found.pop(ablations.DEPARTED)
+    assert [ours.stage1, ours.stage2] == [replace(stage, epochs=1) for stage in vars(full.published).values() if stage]
+    changed = {
+        row: {
+            *differences(vars(ours.stage1), vars(recipe.stage1)),
+            *differences(vars(ours.stage2), vars(recipe.stage2)),
+        }
+        for row, recipe in found.items()
+    }
+    assert list(changed.values()) == [set(), {"dropout"}, {"mask_false_negatives"}]
+    poolings = {row: systems.profile_of(full, row).pooling for row in (ablations.DEPARTED, *found)}
+    assert poolings == dict.fromkeys(poolings, full.pooling) | {ablations.DEPARTED_CLS: "cls"}
 
 
 @pytest.mark.slow

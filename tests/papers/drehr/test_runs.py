@@ -15,7 +15,7 @@ from drehr_utils import pipeline
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import single_patient_tasks
 from drehr_utils.evaluation import claims, metrics, tables
-from drehr_utils.papers.drehr import rivals, runs, systems
+from drehr_utils.papers.drehr import ablations, rivals, runs, systems
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.training.positives import positive_statistics
 
@@ -62,6 +62,7 @@ def test_a_family_of_rows_has_a_file_of_its_own(smoke):
     rows += [systems.REAL["DR.EHR"], *systems.as_short(smoke), "2. both ways", "DR.EHR (by windows)"]
     files += [*2 * ["scores-short.csv.gz"], "scores-search.csv.gz", "scores-windows.csv.gz"]
     rows, files = [*rows, *systems.OTHER_GRAPHS], [*files, *3 * ["scores-graphs.csv.gz"]]
+    rows, files = [*rows, ablations.DEPARTED_CLS], [*files, "scores-departures.csv.gz"]
     assert [runs.scores_file(smoke, row).name for row in rows] == files
 
 
