@@ -63,8 +63,8 @@ def stage2_ablation(profile: Profile) -> dict[str, Recipe]:
 
 
 def departures(profile: Profile) -> dict[str, Recipe]:
-    """The published recipe for an epoch a stage, as ours and with one thing as the paper or its authors' code has it
-    (notebook 05). Scored on dev alone; DEPARTED_CLS starts from another pooling (systems.profile_of)."""
+    """The published recipe for an epoch a stage, as ours and with one thing changed: as the authors' code has it or,
+    masked, as the improved recipe (notebook 05). Scored on dev alone; systems.profile_of pools DEPARTED_CLS."""
     ours = profile.published.each(lambda stage: replace(stage, epochs=1))
     return {
         DEPARTED: ours,

@@ -7,8 +7,7 @@
 In data/runs: <row>-seed<n>.json says what was trained and how it went; scores.csv.gz holds every search's scores, a
 column a training (of other sizes, of ablations, of other graphs, of other notes, by windows, of short trainings, of
 the search on dev and of departures: scores-sizes.csv.gz, -ablations, -graphs, -notes, -windows, -short, -search,
--departures);
-<row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
+-departures); <row>.<split>.<setting>.run.gz are TREC run files of Table 4's rows, of the first seed.
 
 A training that was cut off goes on from its last checkpoint: start it in a clone of its own, where no edit makes it
 another, and copy data/runs from there. On two cores, two of them at once with one thread each
