@@ -18,6 +18,7 @@ from drehr_utils.profiles import ROOT, Profile
 FIRST_SEARCH = ROOT / "data/dev_search.csv"
 GUARD = ["MedQuAD R@1", "MedQuAD R@5"]
 CHOSEN_BY = ["single MAP", "multi R@100"]
+RISING, LONGER = "2357", ", twice as long"  # the second search's, by number
 
 # The code's loss is a tenth of the equations' in size, and so is the weight of what is kept in place beside it.
 _LONG = StageConfig(positives_per_chunk=16, batch_size=32, epochs=6, learning_rate=2e-4)
@@ -46,6 +47,16 @@ def candidates(profile: Profile) -> dict[str, Recipe]:
     if profile.published.stage1.max_steps:  # a slice for tests
         found = {name: replace(r, stage2=replace(r.stage2, batch_size=8, max_steps=2)) for name, r in found.items()}
     return found
+
+
+def longer(profile: Profile) -> dict[str, Recipe]:
+    """Those of the candidates whose curves still rose at the end (notebook 05), for twice the steps: to see what the
+    comparison's length decided. The choice is among equal steps."""
+    rising = {name: recipe for name, recipe in candidates(profile).items() if name[0] in RISING}
+    return {
+        name + LONGER: recipe.each(lambda stage: replace(stage, epochs=2 * stage.epochs))
+        for name, recipe in rising.items()
+    }
 
 
 def first_search(profile: Profile) -> pd.DataFrame:

@@ -182,5 +182,5 @@ def rows(profile: Profile) -> dict[str, Recipe]:
     their share of the steps, those of other graphs, the learning curve's, and the candidates of the search and the
     departures, which are scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
-    tables |= of_other_graphs(profile) | ablations.departures(profile)
-    return tables | by_windows(profile) | as_short(profile) | fewer_notes(profile) | recipe_search.candidates(profile)
+    tables |= of_other_graphs(profile) | ablations.departures(profile) | by_windows(profile) | as_short(profile)
+    return tables | fewer_notes(profile) | recipe_search.candidates(profile) | recipe_search.longer(profile)

@@ -34,14 +34,14 @@ COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.
 
 def all_rows(profile: Profile) -> list[str]:
     """All that a record may be of."""
-    return [*systems.names(profile), *systems.plain_rows(profile)]
+    return [*systems.names(profile), *systems.share_rows(profile), *systems.plain_rows(profile)]
 
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
-    """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; from a
-    plain start the test sets alone."""
+    """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
+    plain_rows or share_rows on the test sets alone."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
-    if system in systems.plain_rows(profile):
+    if system in (*systems.plain_rows(profile), *systems.share_rows(profile)):
         return {t.name: t for t in found}
     if system not in systems.tasks(profile):
         return figure2

@@ -45,6 +45,7 @@ from drehr_utils.training import encoders, trainer, weights
 ICD10, COMB = "ICD-10", "Comb"
 NAMES = f"{ICD10} Names"  # ours: no task of the paper's, and in no comb
 PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's encoders had not
+HALF, NONE = ", half of the start", ", none of the start"  # of its weights in the trained ones
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
@@ -241,6 +242,16 @@ def plain_rows(profile: Profile) -> list[str]:
     return [PLAIN, *(f"{name} on {PLAIN}" for name in tasks(profile) if name != NAMES)]
 
 
+def share_rows(profile: Profile) -> list[str]:
+    """What of NAMES counts: it with none of the start's weights, and ICD-10's other two tasks with half of them."""
+    return [f"{ICD10} Syn{HALF}", f"{ICD10} Graph{HALF}", NAMES + NONE] if NAMES in tasks(profile) else []
+
+
+def task_of(system: str) -> str:
+    """The system whose task one of share_rows is trained on; any other as it is."""
+    return system.removesuffix(HALF).removesuffix(NONE)
+
+
 def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
     """The profile with the encoder that the row starts from, and the row's system; "start" for PLAIN alone."""
     if not row.endswith(PLAIN):
@@ -251,6 +262,7 @@ def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
 
 def trained_on(profile: Profile, system: str) -> list[Task]:
     """The tasks whose losses the system's training sums; none for "start"."""
+    system = task_of(system)
     if system == "start":
         return []
     if system in tasks(profile):
@@ -261,12 +273,13 @@ def trained_on(profile: Profile, system: str) -> list[Task]:
 
 def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
     """How the system is trained; where the tasks are `mended`, a Graph task without its known false negatives, and ours
-    too, whose weights then go half of the way back to the start's."""
-    figure2 = system in (SUPERVISED, WITH_AUXILIARY)
+    too, whose weights then go half of the way back to the start's (but in share_rows)."""
+    figure2, task = system in (SUPERVISED, WITH_AUXILIARY), task_of(system)
     own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
-    if system == NAMES:
-        return replace(own, mask_false_negatives=True, start_share=0.5)
-    return replace(own, mask_false_negatives=True) if profile.kg.mended and system.endswith("Graph") else own
+    if system == NAMES or system.endswith(HALF):
+        own = replace(own, start_share=0.5)
+    masked = task == NAMES or profile.kg.mended and task.endswith("Graph")
+    return replace(own, mask_false_negatives=True) if masked else own
 
 
 def pairs_shown(profile: Profile, system: str) -> int:

@@ -209,6 +209,14 @@ def test_a_candidate_differs_from_the_one_before_by_what_it_says():
     assert replace(found[7].stage2, epochs=2) == load_profile("open").improved.stage2
 
 
+def test_a_longer_candidate_is_the_candidate_for_twice_the_steps():
+    found = recipe_search.candidates(load_profile("open"))
+    for name, longer in recipe_search.longer(load_profile("open")).items():
+        of_name = found.pop(name.removesuffix(recipe_search.LONGER))
+        assert longer == of_name.each(lambda stage: replace(stage, epochs=2 * stage.epochs)), name
+    assert [name[0] for name in found] == ["1", "4", "6", "8"]
+
+
 def test_the_guard_leaves_out_what_forgets_and_what_was_not_asked():
     rows = [
         ("no training", 70.0, 70.0, 44.0, 87.0), ("forgets", 90.0, 90.0, 44.0, 85.9),

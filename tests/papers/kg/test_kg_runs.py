@@ -1,5 +1,7 @@
 """Records of the trained systems: what is written is what was measured; smoke leaves the committed ones alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -67,6 +69,18 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
     monkeypatch.setattr(weights, "FOLDER", tmp_path)
     runs.main(["--profile", "smoke", "--only", "HPO Syn on SmolLM2"])
     assert "was not fetched" in capsys.readouterr().out and not (tmp_path / runs.VALUES.name).exists()
+
+
+def test_a_share_row_differs_from_its_system_by_the_share_alone(smoke):
+    rows = systems.share_rows(smoke)
+    assert [systems.task_of(row) for row in rows] == ["ICD-10 Syn", "ICD-10 Graph", "ICD-10 Names"]
+    for row in rows:
+        ours, whole = systems.training(smoke, row), systems.training(smoke, systems.task_of(row))
+        assert {ours.start_share, whole.start_share} == {0.0, 0.5}
+        assert replace(ours, start_share=whole.start_share) == whole
+        assert systems.trained_on(smoke, row) == systems.trained_on(smoke, systems.task_of(row))
+        assert list(runs.tested(smoke, row, 0)) == [found.name for found in systems.test_sets(smoke)]
+    assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows)}) == 10 + 3
 
 
 def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
