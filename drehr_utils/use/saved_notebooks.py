@@ -123,7 +123,8 @@ def main(paths: Sequence[str]) -> int:
             raise DataError(f"{path.name}: git has it not among what is to be committed; git add it first")
         with naming(path):
             notebook = json.loads(staged.stdout)
-            if any(cell.get("outputs") for cell in notebook["cells"]) and is_protected(notebook):
+            held = any(cell.get("outputs") for cell in notebook["cells"]) or notebook.get("metadata", {}).get("widgets")
+            if held and is_protected(notebook):
                 refused.append(path)
     for path in refused:
         print(f"{path}: holds outputs that may be protected text; clear them, or save it under another profile")
