@@ -129,14 +129,15 @@ def read_table(name: str, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.DataFrame:
-    """`long`, and below it the rows of the folder's table that match `lacking`, with their date in `as_of`."""
+    """`long`, and below it the rows of the folder's table that match `lacking`, ours with their date in `as_of`."""
     path = folder / f"{name}.csv"
-    kept = read_table(name, folder).dropna(subset="ours").query(lacking) if path.exists() else long.head(0)
-    if kept.empty:
+    kept = read_table(name, folder).query(lacking) if path.exists() else long.head(0)
+    if not (ours := kept["ours"].notna()).any():
         return long
     kept = dated(kept, path)
-    since, lacked = kept["as_of"].iloc[0], "data (./run_all.sh --public) or a record"
-    print(f"{name}: {len(kept)} values with a † are of {since}; for them this run lacked {lacked}.")
+    kept["as_of"] = kept["as_of"].where(ours)  # the paper's alone are of no date of ours
+    since, lacked = kept.loc[ours, "as_of"].iloc[0], "data (./run_all.sh --public) or a record"
+    print(f"{name}: {ours.sum()} values with a † are of {since}; for them this run lacked {lacked}.")
     own = ~pd.MultiIndex.from_frame(long[KEYS]).isin(pd.MultiIndex.from_frame(kept[KEYS]))  # not the paper's alone
     return pd.concat([long[own], kept], ignore_index=True)
 

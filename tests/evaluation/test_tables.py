@@ -57,7 +57,8 @@ def test_a_run_without_data_keeps_the_committed_rows_and_says_of_when(tmp_path, 
         return pd.DataFrame([("A", "", group, "R@1", paper, value, np.nan, np.nan, np.nan)], columns=RESULT_COLUMNS)
 
     layout, lacking = Layout(columns=("group",)), "group == 'MedQuAD'"
-    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 2.0, 7.0)]), "t", layout, tmp_path)
+    theirs = rows("MedQuAD", np.nan, 8.0).assign(system="B")  # a system of the paper's alone
+    save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 2.0, 7.0), theirs]), "t", layout, tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *step], check=True, env=os.environ | {"GIT_COMMITTER_DATE": "2026-01-02T00:00"})
@@ -67,6 +68,7 @@ def test_a_run_without_data_keeps_the_committed_rows_and_says_of_when(tmp_path, 
         assert cells.loc["A"].tolist() == ["– / 3.00", "7.00 / 2.00†"]
         assert "t: 1 values with a † are of 2026-01-02" in capsys.readouterr().out
         assert read_table("t", tmp_path)["as_of"].tolist()[1] == "2026-01-02"
+        assert cells.loc["B", "MedQuAD"] == "8.00 / –"
     assert "2.00$^{\\dagger}$" in (tmp_path / "t.tex").read_text()
     assert save_table(long, "new", layout, tmp_path, lacking).loc["A", "MedQuAD"] == "7.00 / –"
     save_table(pd.concat([rows("notes", 1.0), rows("MedQuAD", 4.0)]), "t", layout, tmp_path)

@@ -59,6 +59,11 @@ def longer(profile: Profile) -> dict[str, Recipe]:
     }
 
 
+def trained(profile: Profile) -> dict[str, Recipe]:
+    """All rows that the second search trains, which are scored on dev alone."""
+    return candidates(profile) | longer(profile)
+
+
 def first_search(profile: Profile) -> pd.DataFrame:
     """The first search's record; no row of it under a profile with notes that aren't ours, on which it wasn't made."""
     return pd.read_csv(FIRST_SEARCH, nrows=0 if profile.protected else None)

@@ -65,8 +65,7 @@ def scores_file(profile: Profile, row: str) -> Path:
     of_ablations = ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
     families = {"-sizes": systems.sizes(profile), "-ablations": of_ablations, "-notes": systems.of_other_notes(profile)}
     families |= {"-windows": systems.by_windows(profile), "-short": systems.as_short(profile)}
-    searched = recipe_search.candidates(profile) | recipe_search.longer(profile)
-    families |= {"-search": searched, "-graphs": systems.of_other_graphs(profile)}
+    families |= {"-search": recipe_search.trained(profile), "-graphs": systems.of_other_graphs(profile)}
     families |= {"-departures": ablations.departures(profile)}
     return folder(profile) / f"scores{next((name for name, its in families.items() if row in its), '')}.csv.gz"
 
@@ -128,7 +127,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     """Scores a trained row on dev and test (a candidate of the search and a departure on dev alone), and writes its
     records."""
     recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
-    found, candidate = {}, row in recipe_search.candidates(profile) | recipe_search.longer(profile)
+    found, candidate = {}, row in recipe_search.trained(profile)
     guarded = candidate or row in (*systems.table4(profile), systems.BY_WINDOWS) and not systems.is_hybrid(row)
     for split in SPLITS[: 1 if candidate or row in ablations.departures(profile) else 2]:
         bench = pipeline.benchmark(profile, split)

@@ -183,4 +183,4 @@ def rows(profile: Profile) -> dict[str, Recipe]:
     departures, which are scored on dev alone."""
     tables = table4(profile) | sizes(profile) | ablations.stage1_ablation(profile) | ablations.stage2_ablation(profile)
     tables |= of_other_graphs(profile) | ablations.departures(profile) | by_windows(profile) | as_short(profile)
-    return tables | fewer_notes(profile) | recipe_search.candidates(profile) | recipe_search.longer(profile)
+    return tables | fewer_notes(profile) | recipe_search.trained(profile)
