@@ -155,7 +155,7 @@ class CaprSystem:
     """One row of CAPR's Table 3. `config` counts a query-passage pair where DR.EHR has a chunk."""
 
     name: str
-    kind: str  # start, bi, bi-shared, poly, poly-pooled, cross, cdv, cdv-finetune, longformer-bi, -poly
+    kind: str  # start, bi, -shared, -dot, poly, -pooled, cross, cdv, -fasttext, -finetune, longformer-bi, -poly
     config: StageConfig | None = None  # None: not trained
     after: str | None = None  # the system whose trained weights it starts from
     encoder: str | None = None  # None: the profile's

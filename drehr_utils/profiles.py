@@ -133,15 +133,16 @@ _PAIRS = PairConfig(batch_size=64, max_steps=40, learning_rate=1e-4, warmup_rati
 
 
 def _capr_systems(lists: StageConfig, cross: StageConfig, cdv: StageConfig, finetune: StageConfig) -> tuple:
-    """The rows of CAPR's Table 3, and what its §3.2 tried: CDV trained jointly from the start, Poly over one vector.
-    The lists' systems train alike but for the Cross-encoder."""
-    rows = (("bi-shared", lists), ("bi", lists), ("poly", lists), ("cross", cross), ("poly-pooled", lists))
+    """The rows of CAPR's Table 3, and what its §3.2 tried: CDV trained jointly from the start, Poly over one vector,
+    Bi on the dot product. The lists' systems train alike but for the Cross-encoder."""
+    kinds = ("bi-shared", "bi", "poly", "cross", "poly-pooled", "bi-dot")
     return (
         CaprSystem(START, "start"),
+        CaprSystem("CDV+FastText", "cdv-fasttext", cdv),
         CaprSystem("CDV", "cdv", cdv),
         CaprSystem("CDV-finetune", "cdv-finetune", finetune, after="CDV"),
         CaprSystem("CDV-joint", "cdv-finetune", finetune),
-        *(CaprSystem(f"CAPR-{kind.capitalize()}", kind, config) for kind, config in rows),
+        *(CaprSystem(f"CAPR-{kind.capitalize()}", kind, cross if kind == "cross" else lists) for kind in kinds),
     )
 
 

@@ -59,9 +59,10 @@ class ReadReport:
         return pd.DataFrame(rows, columns=["file", "what", "rows", "first at row", "field"])
 
 
-def find_table(folder: Path, name: str) -> Path | None:
-    """`<name>.csv.gz` or `<name>.csv` in `folder` or its usual MIMIC sub-folders; None when there is none."""
-    paths = (Path(folder) / sub / f"{name}{end}" for sub in ("", "hosp", "note") for end in (".csv.gz", ".csv"))
+def find_table(folder: Path, *names: str) -> Path | None:
+    """The first of the names' `<name>.csv.gz` or `<name>.csv` in `folder` or its usual MIMIC sub-folders, if any."""
+    places = [(sub, end) for sub in ("", "hosp", "note") for end in (".csv.gz", ".csv")]
+    paths = (Path(folder) / sub / f"{name}{end}" for name in names for sub, end in places)
     return next((path for path in paths if path.exists()), None)
 
 
@@ -134,12 +135,13 @@ def read_any_notes(
 
     A table's columns are named by the other arguments; without an id, row n is `<file>-row-n`, so that two tables may
     share an index. A text file's id is its path in the folder. What has no patient, as a file right in the folder, is a
-    patient of its own; else its folder is one.
-    Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does."""
+    patient of its own, under the note's id; else its folder is one.
+    Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does, and where the
+    id of a note without a patient is a patient's."""
     source = Path(source)
-    if source.is_dir() and (find_table(source, "discharge") or find_table(source, "NOTEEVENTS")):
+    if source.is_dir() and find_table(source, "discharge", "NOTEEVENTS"):
         return read_notes(source)
-    notes, report, seen = [], ReadReport(source.name), {}
+    notes, report, seen, owners, alone = [], ReadReport(source.name), {}, set(), {}
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
         report.rows += 1
         if not (is_utf8(name) and is_utf8(owner)):
@@ -148,12 +150,20 @@ def read_any_notes(
             said = f"the same as in row {seen[name]}; note ids must be unique"
             raise DataError(f"{short_name(source)}, row {row}, field {note_id}: {said}")
         seen[name] = row
+        if owner:
+            owners.add(owner)
+        else:
+            alone[name] = row
         if not is_utf8(content) or not clean(content):
             reason = "empty" if is_utf8(content) else "bytes that are not UTF-8"
             report.skipped.append((row, field_name, reason))
         else:
-            notes.append(Note(name, owner, "", content))
+            notes.append(Note(name, owner or name, "", content))
             report.kept += 1
+    if taken := owners & alone.keys():  # two people's notes would be one's
+        row = min(alone[name] for name in taken)
+        said = f"empty, and the note's id, which would stand for it, is a patient's; fill it, or change field {note_id}"
+        raise DataError(f"{short_name(source)}, row {row}, field {patient}: {said}")
     if not notes:
         raise DataError(f"{source.name}: no note with text in {report.rows} rows or files")
     return notes, report
@@ -166,7 +176,7 @@ def _is_model(folder: Path, notes: Path) -> bool:
 
 
 def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[tuple[int, str, str, str, str]]:
-    """Row or number of the file, field or file, note's id, patient, text."""
+    """Row or number of the file, field or file, note's id, patient (may be empty), text."""
     if source.is_dir():
         paths = [path for path in source.rglob("*") if path.suffix.lower() == ".txt" and path.is_file()]
         ours = {folder for folder in {path.parent for path in paths} if _is_model(folder, source)}
@@ -175,13 +185,13 @@ def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[t
         for row, path in enumerate(paths, 1):
             name = path.relative_to(source).as_posix()
             content = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
-            yield row, name, name, name.rpartition("/")[0] or name, content
+            yield row, name, name, name.rpartition("/")[0], content
     else:
         asked = {"note_id": note_id, "subject_id": patient}
         named = [column for usual, column in asked.items() if column != usual]  # these must be there
         for row, values in iter_rows(source, [text, *named], [note_id, patient]):
             name = values.get(note_id) or f"{source.name}-row-{row}"
-            yield row, text, name, values.get(patient) or name, values[text]
+            yield row, text, name, values.get(patient) or "", values[text]
 
 
 def read_real_notes(name: str) -> list[Note]:

@@ -53,9 +53,9 @@ def verdict(row: Mapping[str, float], sign: int = 1) -> str:
 
     `row` has `ours`, the difference, `p` of its paired test and, for differences that no paired test fits (p is NaN),
     `low` and `high` of its 95% interval. A significant difference of the other sign reverses the claim; one that isn't
-    measured (NaN) can't be tested."""
+    measured (NaN), or has neither p nor interval, can't be tested."""
     ours, p = row["ours"], row.get("p", math.nan)
-    if math.isnan(ours):
+    if math.isnan(ours) or math.isnan(p) and math.isnan(row["low"] + row["high"]):
         return NOT_TESTABLE
     shown = p < SIGNIFICANT if not math.isnan(p) else row["low"] > 0 or row["high"] < 0
     return NOT_SHOWN if not shown else HOLDS if ours * sign > 0 else REVERSED
@@ -89,7 +89,7 @@ def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = 
     up, n = int((rows["ours"] * sign > 0).sum()), int((rows["ours"] != 0).sum())
     p = scipy.stats.binomtest(up, n).pvalue if n else 1.0
     said = NOT_SHOWN if p >= SIGNIFICANT else HOLDS if 2 * up > n else REVERSED
-    return Judged(said, f"{up} of {n}{each and ' ' + each}, p {p:.4f}", budget)
+    return Judged(said, f"{up} of {n}{each and ' ' + each}, p {p:.4f}", budget, float(p))
 
 
 def mean_rows(values: pd.DataFrame, patients: Sequence[str], resampling: Resampling) -> pd.DataFrame:
@@ -168,16 +168,8 @@ def table(
     if missing := [name for name in rests_on if name not in judged]:
         raise DataError(f"the sentences rest on {', '.join(missing)}, which this notebook doesn't judge")
     of = known.loc[list(judged)]
-    rows = pd.DataFrame(
-        {
-            "claim": of["claim"] + " (" + of["section"] + ")",
-            "paper": of["paper_value"],
-            "ours": [found.ours for found in judged.values()],
-            "budget": [found.budget for found in judged.values()],
-            "verdict": [found.verdict for found in judged.values()],
-        },
-        index=of.index,
-    )
+    found = pd.DataFrame(list(judged.values()), index=of.index)[COLUMNS[2:]]
+    rows = found.assign(claim=of["claim"] + " (" + of["section"] + ")", paper=of["paper_value"])[COLUMNS]
     path = profile.tables / f"claims_{notebook}.csv"
     saved = _with_kept(rows.assign(said=rows.index.map(rests_on)), path, lacking)
     write_atomically(path, saved.to_csv().encode())
@@ -190,7 +182,7 @@ def table(
 def dated(kept: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Rows of the committed table at `path` that outlive a run, each with the date since which it stands in `as_of`."""
     since = kept["as_of"].replace("", np.nan) if "as_of" in kept else pd.Series(np.nan, kept.index)
-    return kept.assign(as_of=since.fillna(committed_on(path)))
+    return kept.assign(as_of=since.astype(object).fillna(committed_on(path)))
 
 
 def _with_kept(rows: pd.DataFrame, path: Path, lacking: Iterable[str]) -> pd.DataFrame:

@@ -133,8 +133,9 @@ def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> 
 
     draws = bootstrap(parts, gap, resampling, both["query_id"], both.get("patient"))
     low, high = map(float, percentile_interval(draws))
+    draws = draws[np.isfinite(draws)]  # one that drew no search of a group has no gap
     beyond = min((draws <= 0).sum(), (draws >= 0).sum())
-    p = np.nan if np.isnan(draws).all() else min(1.0, 2 * (beyond + 1) / (len(draws) + 1))
+    p = min(1.0, 2 * (beyond + 1) / (len(draws) + 1)) if len(draws) else np.nan
     return {"ours": float(one["value"].mean() - other["value"].mean()), "low": low, "high": high, "p": p}
 
 

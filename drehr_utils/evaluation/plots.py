@@ -32,7 +32,7 @@ SYSTEMS = {
     "ICD-10 Syn": PALETTE[1], "ICD-10 Graph": PALETTE[4], "HPO Syn": PALETTE[2], "HPO Graph": BROWN,
     "MeSH Syn": PALETTE[3], "MeSH Graph": PALETTE[5], "ICD-10 Names": VIOLET, "Comb": GREY, "Supervised": PALETTE[2],
     "Supervised + Comb": PALETTE[3], "TF-IDF": GREY, "CAPR-Bi": PALETTE[2], "CAPR-Bi-shared": PALETTE[5],
-    "CAPR-Poly": PALETTE[4], "CAPR-Cross": PALETTE[1], "CDV": PALETTE[3], "CDV-finetune": BROWN,
+    "CAPR-Poly": PALETTE[4], "CAPR-Cross": PALETTE[1], "CDV": PALETTE[3], "CDV-finetune": BROWN, "CDV+FastText": VIOLET,
     "MiniLM (MLM-tuned)": PALETTE[4], "SBERT (radiology)": PALETTE[2],
 } | {f"SBERT/{kind}": PALETTE[2] for kind in _SBERT}  # fmt: skip
 SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.8  # inches, a two-column paper's

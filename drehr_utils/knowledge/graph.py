@@ -143,9 +143,13 @@ def _is_pairs(value: object) -> bool:
 def load_bios(folder: Path) -> KnowledgeGraph:
     """Read a folder in BIOS's layout; each file may be gzipped (`bios.txt.gz`).
 
-    Relations whose source or target is no concept are counted in `kg.dropped`. Raises DataError (file, row, field)."""
+    Relations whose source or target is no concept, and blank terms, are counted in `kg.dropped`. Raises DataError
+    (file, row, field)."""
     folder, kg = Path(folder), KnowledgeGraph()
     for term, cuis in _read_json(folder, "term2CUI", _is_texts, "a list of concept ids").items():
+        if not term.strip():
+            kg.dropped["term2CUI.json: blank term"] += 1
+            continue
         known = kg.term2cui.setdefault(normalize_term(term), [])
         known += [cui for cui in dict.fromkeys(cuis) if cui not in known]
     terms_of = _read_json(folder, "CUI2term", _is_texts, "a list of terms")

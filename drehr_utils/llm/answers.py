@@ -91,7 +91,8 @@ class AnswerStore:
         """The answer's number, and whether it replaced another one of the same key and model."""
         key = _stored(*key, answer.get("model"))
         values = _stored(answer["answer"], answer.get("finish_reason"))
-        values += [n if isinstance(n := answer.get(f"{of}_tokens"), int) else None for of in ("prompt", "completion")]
+        tokens = (answer.get(f"{of}_tokens") for of in ("prompt", "completion"))
+        values += [n if isinstance(n, int) and 0 <= n < 2**31 else None for n in tokens]  # else it is no count
         sql = f"SELECT number, answer FROM answers WHERE ({_KEY}) = (?, ?, ?, ?, ?, ?, ?)"
         earlier = self.database.execute(sql, key).fetchone()
         # Another run of the same may have put it there meanwhile: then the later answer stands.

@@ -7,7 +7,6 @@ user allows it in so many words (servers.Server), for notes under a data use agr
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +25,6 @@ BASE_URL = "DREHR_EMBED_BASE_URL"
 BATCH = 64  # texts a request: 64 chunks of 100 words are about 12k tokens
 
 
-def is_configured() -> bool:
-    """Whether a server for embeddings is named."""
-    return bool(os.environ.get(BASE_URL, "").strip())
-
-
 def server_from_env(model: str) -> Server:
     """The server of DREHR_EMBED_BASE_URL and OPENAI_API_KEY for `model`; DREHR_LLM_ALLOW_REMOTE as for the LLM.
 
@@ -47,14 +41,15 @@ def server_from_env(model: str) -> Server:
 
 @dataclass
 class EmbeddingStore:
-    """Float32 vectors of one dimension by their texts' SHA-256, in the sqlite database `<model>.sqlite`."""
+    """Float32 vectors of one dimension by their texts' SHA-256, in the sqlite database `<model>.sqlite`; a model whose
+    name is no file's ("BAAI/bge-m3") has a digest of it there as well."""
 
     folder: Path
     model: str
 
     def __post_init__(self) -> None:
         stem = re.sub(r"[^\w.-]+", "-", self.model)
-        self.path = self.folder / f"{stem}.sqlite"
+        self.path = self.folder / f"{stem if stem == self.model else f'{stem}-{_key(self.model)[:8]}'}.sqlite"
         self.database = open_database(
             self.path, "CREATE TABLE IF NOT EXISTS vectors (text_sha256 TEXT PRIMARY KEY, vector BLOB NOT NULL);"
         )

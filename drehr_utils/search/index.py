@@ -92,7 +92,9 @@ def schema(dimension: int, windows: bool = False) -> pa.Schema:
 
 
 def is_new(folder: Path) -> bool:
-    """Whether nothing is in the folder but what a killed NoteIndex.create left."""
+    """Whether nothing is in the folder but what a killed NoteIndex.create left. DataError where it is a file."""
+    if folder.is_file():
+        raise DataError(f"{folder.name}: is a file; name a folder")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     return all(name in (".gitignore", f".{_HYBRID}.lock") or name.startswith("partial-") for name in names)
 

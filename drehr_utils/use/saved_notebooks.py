@@ -29,7 +29,9 @@ from drehr_utils.profiles import PROFILES, ROOT, as_written
 _QUOTED = re.compile(r"""(["'])((?:\\.|(?!\1).)*)\1""", re.DOTALL)
 _BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
 _ELSEWHERE = re.compile(  # where a path may come from, unseen, or the notes' text itself
-    r"\bPath\.home\(|\b(environ|getenv|expandvars|expanduser)\b|%env\b|\binput\(|[\"']drehr-search\b|\bsearch\.main\("
+    r"\bPath\.home\(|\b(environ|getenv|expandvars|expanduser)\b|%env\b|\binput\(|\bPath\([\"']/[\"']\)|"
+    r"\b(r?glob|walk|listdir|scandir|cwd|getcwd|chdir)\(|[\"']drehr-search\b|\bsearch\.main\(|\buse\.search\b|"
+    r"\buse import search as\b"
 )
 _IN_SHELL = re.compile(r"\$\{?\w|drehr-search")  # a variable's value is unseen
 _PLACEHOLDER = re.compile(r"[*?\[{%]")  # in a path: of glob, of a format
@@ -60,15 +62,16 @@ def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: 
 def is_protected(notebook: Mapping[str, Any]) -> bool:
     """Whether the notebook's code may have read protected text: it names a protected profile or a file or folder that
     git doesn't track in this checkout, asks `drehr-search`, takes what may be a path from the user's home, the
-    environment or `input()`, or DREHR_PROFILE names such a profile for all notebooks."""
+    environment or `input()`, lists a folder, or DREHR_PROFILE names such a profile for all notebooks."""
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names = {name for source in sources for name in _names(source)}
     own = _tracked()
+    folders = {ROOT / "notebooks", ROOT, *filter(Path.is_dir, own)}
     return (
         any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names]))
         or any(_IN_SHELL.search(line) for source in sources for line in _SHELL.findall(source))
         or any(map(_ELSEWHERE.search, sources))
-        or any(_is_foreign(name, own) for name in names)
+        or any(_is_foreign(name, own, folders) for name in names)
     )
 
 
@@ -96,9 +99,10 @@ def _tracked() -> frozenset[Path]:
     return frozenset(ROOT.resolve() / path for file in files for path in (file, *file.parents))
 
 
-def _is_foreign(name: str, own: Collection[Path]) -> bool:
-    """Whether it is an existing path, as a notebook in notebooks/ or at the checkout's root sees it, and none of `own`,
-    the project's open data; of a pattern or a format ("notes/{i}.txt"), the folder before it."""
+def _is_foreign(name: str, own: Collection[Path], folders: Collection[Path]) -> bool:
+    """Whether it is an existing path, as a notebook in one of the checkout's `folders` sees it or as the last piece of
+    a path that begins there (Path("../data") / name), and none of `own`, the project's open data; of a pattern or a
+    format ("notes/{i}.txt"), the folder before it."""
     if name.startswith("data/cache/{profile.name}/"):  # whether that profile is protected is asked by itself
         return False
     if _PLACEHOLDER.search(name):
@@ -106,7 +110,7 @@ def _is_foreign(name: str, own: Collection[Path]) -> bool:
         if not name:
             return False
     try:
-        bases = (ROOT / "notebooks",) if name.startswith("..") else (ROOT / "notebooks", ROOT)
+        bases = [ROOT / "notebooks"] if name.startswith("..") else folders
         paths = [(base / Path(name).expanduser()).resolve() for base in bases]
         return any(path != Path("/") and path.exists() and path not in own for path in paths)
     except (OSError, RuntimeError, ValueError):  # longer than a path can be, another user's home, a null character

@@ -11,6 +11,7 @@ were cut off. What they write is a folder that only you can read and that git ig
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from drehr_utils.data.notes import Note, find_table, read_any_notes
 from drehr_utils.errors import DataError
-from drehr_utils.files import hide_messages
+from drehr_utils.files import hide_messages, is_utf8
 from drehr_utils.profiles import ROOT, load_profile
 
 if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help and a wrong path are answered at once
@@ -59,7 +60,7 @@ def read(options: argparse.Namespace) -> list[Note]:
 
 def train(options: argparse.Namespace) -> None:
     os.environ["DREHR_LLM_BASE_URL"] = options.llm or ""  # a server that other work names is not asked about notes
-    tables = options.notes.is_dir() and any(find_table(options.notes, name) for name in ("discharge", "NOTEEVENTS"))
+    tables = options.notes.is_dir() and find_table(options.notes, "discharge", "NOTEEVENTS")
     notes = None if tables else read(options)
     from drehr_utils.use import train_search
 
@@ -100,6 +101,8 @@ def ask(options: argparse.Namespace) -> None:
     if options.query is None and sys.stdin.isatty():
         print("One query a line; an empty line ends.", file=sys.stderr)
     for query in [options.query] if options.query is not None else _lines():
+        if not is_utf8(query):
+            raise DataError("a query has bytes that are not UTF-8; set the terminal to UTF-8, or convert them")
         hits = index.search(query, options.top, options.patient)
         if options.json:
             print(json.dumps({"query": query, "hits": [asdict(hit) for hit in hits]}), flush=True)
@@ -108,6 +111,8 @@ def ask(options: argparse.Namespace) -> None:
 
 
 def _lines() -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments; `ask` says what is wrong
     for line in sys.stdin:
         if line.strip():
             yield line.strip()

@@ -48,6 +48,8 @@ def train_on(
 
     `notes`: None where `source` is a folder in MIMIC's layout, whose splits count; else all of them train. Raises
     DataError for a folder that holds something else, no match with the graph, and too few chunks for a batch."""
+    if out.is_file():
+        raise DataError(f"{out.name}: is a file; name a folder with --out")
     if out.exists() and any(out.iterdir()) and not (out / TRAINING_LOCK).exists():
         raise DataError(f"{out.name}/: isn't empty, and no training of ours; name a new folder with --out")
     before = Hybrid.load(start, KnowledgeGraph())

@@ -33,6 +33,7 @@ def _rows(*ours_and_p):
         (_rows((2.0, 0.5), (-3.0, 0.001)), 1, claims.REVERSED),
         (_rows((2.0, 0.001), (np.nan, np.nan)), 1, claims.NOT_TESTABLE),
         (_rows((2.0, np.nan)), 1, claims.HOLDS),  # by its interval, 1 to 3
+        (_rows((2.0, np.nan)).assign(low=np.nan), 1, claims.NOT_TESTABLE),  # by nothing
     ],
 )
 def test_a_claim_of_all_is_judged_on_all(rows, sign, said):
@@ -47,7 +48,7 @@ def test_a_claim_of_nothing_is_not_testable():
 def test_a_claim_of_most_is_a_sign_test():
     # 9 of 10: p = 2 (10 + 1) / 1024 = 0.0215; 20 of 20: 2 / 2^20.
     nine = claims.judge_most(_rows(*[(1.0, 0.5)] * 9, (-1.0, 0.5)))
-    assert nine.verdict == claims.NOT_SHOWN and "p 0.0215" in nine.ours
+    assert nine.verdict == claims.NOT_SHOWN and "p 0.0215" in nine.ours and nine.p == pytest.approx(22 / 1024)
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20)).verdict == claims.HOLDS
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20), -1).verdict == claims.REVERSED
 

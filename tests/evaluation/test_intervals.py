@@ -11,6 +11,7 @@ from drehr_utils.evaluation.intervals import (
     DIFFERENCE,
     RESULT_COLUMNS,
     bootstrap_interval,
+    contrast,
     evaluate_system,
     gain_rows,
     paired_randomization_test,
@@ -201,6 +202,16 @@ def test_evaluate_system_rows(dev):
     np.testing.assert_allclose(tested["p"], rows.query("setting == 'single' and group == 'all'")["p"])
     with pytest.raises(ValueError, match="start has other searches"):
         result_rows("x", "single", "all", values, ONE, values.query("query_id != @values.query_id[0]"))
+
+
+def test_a_draw_without_one_of_the_groups_is_no_draw_of_their_contrast():
+    """Two patients, each all of a group: half of the draws are one of them twice; the rest all have the same gap."""
+    one, other = (
+        pd.DataFrame({"value": [value] * 4, "query_id": list("abcd"), "patient": who})
+        for who, value in (("x", 1.0), ("y", 0.0))
+    )
+    found = contrast(one, other, Resampling(samples=1000))
+    assert (found["ours"], found["low"], found["high"]) == (1, 1, 1) and 2 / 600 < found["p"] < 2 / 400
 
 
 def test_groups_without_a_search_have_no_row():

@@ -169,9 +169,11 @@ def test_unknown_targets_are_dropped_and_counted(small, tmp_path):
     save_bios(small, tmp_path)
     (tmp_path / "is_a.json").write_text('{"C2": ["C1", "C8"], "C9": ["C1"]}')
     (tmp_path / "relations.json").write_text('{"C3": [["may_treat", "C1"], ["may_treat", "C7"]]}')
+    (tmp_path / "term2CUI.json").write_text(json.dumps(small.term2cui | {" ": ["C1"]}))
     loaded = load_bios(tmp_path)
     assert loaded.is_a == {"C2": ["C1"]} and loaded.relations == {"C3": [("may_treat", "C1")]}
-    assert dict(loaded.dropped) == {"is_a.json: concept unknown": 2, "relations.json: concept unknown": 1}
+    unknown = {"is_a.json: concept unknown": 2, "relations.json: concept unknown": 1}
+    assert dict(loaded.dropped) == unknown | {"term2CUI.json: blank term": 1} and "" not in loaded.term2cui
 
 
 def test_a_concept_without_terms_is_left_to_the_other_files(small, tmp_path):

@@ -326,6 +326,7 @@ def test_an_earlier_versions_store_is_taken_over(tmp_path, caplog):
     requests, store = drugs(5), tmp_path / "answers.sqlite"
     mine = dict(model="m", finish_reason="stop", prompt_tokens=7, completion_tokens=3)
     lines = [line(r, f"- {r.id}", prompt_sha256=prompt_sha256(r.task), **mine) for r in requests]
+    lines[4] = lines[4].replace('"prompt_tokens": 7', f'"prompt_tokens": {10**30}')  # no count of anything
     earlier = write(tmp_path / "answers.jsonl", *lines[:2], lines[2][:-40])
     for _ in range(2):
         with serving() as server:
@@ -658,7 +659,7 @@ def test_server_from_env(monkeypatch):
     assert servers.server_from_env().allow_remote
 
 
-@pytest.mark.parametrize("model", ["gpt-oss:120b-cloud", "glm-4.6:cloud"])
+@pytest.mark.parametrize("model", ["gpt-oss:120b-cloud", "glm-4.6:cloud", "GPT-OSS:120B-Cloud", "glm-4.6:cloud "])
 def test_a_model_that_ollama_asks_of_its_own_hosts_is_refused(model):
     with pytest.raises(
         DataError, match=f"{model} runs on Ollama's machines.*so nothing was sent.*DREHR_LLM_ALLOW_REMOTE"

@@ -14,7 +14,6 @@ import pytest
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.llm.servers import ALLOW_REMOTE, Server
-from drehr_utils.search import embedding_api
 from drehr_utils.search.embedding_api import EmbeddingStore, embed, server_from_env
 from drehr_utils.search.retrievers import REGISTRY, retriever_scores
 
@@ -133,6 +132,7 @@ def test_another_model_under_the_name_and_a_damaged_file(tmp_path):
             embed(TEXTS[:3], client, tmp_path)
     kept = EmbeddingStore(tmp_path, "embedder")
     assert len(kept) == 2
+    assert len({EmbeddingStore(tmp_path, name).path for name in ("a-b", "a/b", "a:b")}) == 3
     (tmp_path / "damaged.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="damaged.sqlite: file is not a database"):
         EmbeddingStore(tmp_path, "damaged")
@@ -141,7 +141,6 @@ def test_another_model_under_the_name_and_a_damaged_file(tmp_path):
 def test_patient_text_stays_here_unless_allowed(monkeypatch):
     monkeypatch.delenv("DREHR_LLM_ALLOW_REMOTE", raising=False)
     monkeypatch.delenv("DREHR_EMBED_BASE_URL", raising=False)
-    assert not embedding_api.is_configured()
     with pytest.raises(DataError, match="text-embedding-3-large: no embedding server; set DREHR_EMBED_BASE_URL"):
         server_from_env("text-embedding-3-large")
     monkeypatch.setenv("DREHR_EMBED_BASE_URL", "https://api.openai.com/v1")

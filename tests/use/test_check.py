@@ -46,6 +46,13 @@ def test_everything_that_is_missing_is_named_at_once(profile, tmp_path, capsys):
         assert what in said, what
 
 
+def test_a_fault_of_one_server_does_not_hide_what_the_other_lacks(profile, monkeypatch):
+    monkeypatch.setenv("DREHR_LLM_BASE_URL", "http://example.org/v1")
+    monkeypatch.setenv("DREHR_LLM_MODEL", "m")
+    said = "\n".join(check.missing(profile()[0]))
+    assert "nothing was sent" in said and "text-embedding-3-large is left out" in said
+
+
 def test_a_note_that_is_not_utf8_is_left_out_of_the_count(profile):
     mine, _ = profile()
     before = check.estimate(mine)["notes"]

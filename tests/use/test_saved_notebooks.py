@@ -99,7 +99,10 @@ def test_what_the_readme_makes_inside_the_checkout(tmp_path, monkeypatch):
     for source in (
         'NoteIndex.open("drehr-index")', 'NoteIndex.open("../drehr-index")', 'SentenceTransformer("../drehr-model")',
         'Path("../data/mimic-iv-note")', '!drehr-search query "chest pain"', "!head drehr-index/notes",
-        "%%bash\ndrehr-search query pain", "%cd ../drehr-index",
+        "%%bash\ndrehr-search query pain", "%cd ../drehr-index", 'Path("../data") / "mimic-iv-note" / "discharge.csv"',
+        'os.path.join("..", "data", "mimic-iv-note")', 'Path("..").rglob("*.csv")', "os.listdir(data)",
+        "Path.cwd().parent", 'Path("/") / "srv" / "notes"', "from drehr_utils.use.search import main",
+        "from drehr_utils.use import search as ask",
     ):  # fmt: skip
         assert WORD not in saved(tmp_path, notebook('profile = "open"', source)), source
     for source in ('Path("../data/open_kg")', '"../data/open_kg/kg.tsv"', '".."', "%matplotlib inline", "!ls ../data"):

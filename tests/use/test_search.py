@@ -110,11 +110,28 @@ def test_queries_come_from_stdin_too(folder, model, tmp_path, capsys, monkeypatc
     at = ["--index", str(tmp_path / "index")]
     search.main(["index", str(folder), "--model", str(model), *at])
     capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(["sob\n", "\n", "knee\n"])))
-    search.main(["query", "--json", *at])
-    asked = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"sob\n\nknee\nM\xfcller\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit):
+        search.main(["query", "--json", *at])
+    said = capsys.readouterr()
+    assert "a query has bytes that are not UTF-8" in said.err
+    asked = [json.loads(line) for line in said.out.splitlines()]
     assert [found["query"] for found in asked] == ["sob", "knee"]
     assert asked[1]["hits"][0]["text"].startswith("knee pain")
+
+
+def test_a_file_is_no_index(folder, model, tmp_path, capsys):
+    (tmp_path / "mine").touch()
+    for command in (["index", str(folder), "--model", str(model)], ["query", "sob"]):
+        with pytest.raises(SystemExit):
+            search.main([*command, "--index", str(tmp_path / "mine")])
+        assert "mine: is a file; name a folder" in capsys.readouterr().err
+
+
+def test_a_note_without_a_patient_is_nobody_elses(tmp_path):
+    (tmp_path / "mine.csv").write_text("note_id,subject_id,text\n7,,knee pain\n8,7,chest pain\n")
+    with pytest.raises(DataError, match=r"mine.csv, row 2, field subject_id: empty, and the note's id, which would"):
+        read_any_notes(tmp_path / "mine.csv")
 
 
 def test_a_table_is_read_by_the_columns_that_it_has(tmp_path):

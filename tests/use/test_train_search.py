@@ -158,6 +158,7 @@ def test_an_index_and_a_training_are_not_taken_for_one_another(notes, model, tmp
     search.main(["index", str(notes), "--model", str(model), "--index", str(index)])
     for said, command in (
         ("index/: isn't empty, and no training of ours", trained(notes, model, index)),
+        ("hybrid.json: is a file", trained(notes, model, model / "hybrid.json")),
         ("own/: is what `drehr-search train` made", ["index", str(notes), "--index", str(own)]),
         ("own/: is what `drehr-search train` made", ["query", "pain", "--index", str(own)]),
     ):

@@ -7,9 +7,11 @@ apart have `encode_queries`, `encode_passages` and `match`, so that passages can
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ QUERY_MARK, PASSAGE_MARK = "[QUERY]", "[PASSAGE]"
 SCALE = 20.0  # of cosines before the softmax: with scores in -1..1 it could never come near the truth
 BUCKETS = 4  # of similar length, in which a batch's texts are encoded
 SENTENCE_TOKENS, SENTENCE_BUCKETS, LSTM_DIM = 48, 6, 256  # CDV; sentences have at most 40 words
+_WORD = re.compile(r"\w+")
 
 
 def listwise_loss(scores: Tensor) -> Tensor:
@@ -60,15 +63,21 @@ class TwoTowers(nn.Module):
 class BiEncoder(TwoTowers):
     """Two encoders, or one for both with [QUERY] and [PASSAGE] before the texts (CAPR §3.2).
 
-    CAPR trains on the dot product and ranks by the cosine; with unit vectors the two are one. Pooling is the starting
-    encoder's own (CAPR: [CLS])."""
+    CAPR trains on the dot product (§3.2) and ranks by the cosine (§4.2); with unit vectors the two are one. Pooling is
+    the starting encoder's own (CAPR: [CLS])."""
 
     def __init__(
-        self, *encoders: SentenceTransformer, marks: bool = False, query_tokens: int = 32, passage_tokens: int = 512
+        self,
+        *encoders: SentenceTransformer,
+        marks: bool = False,
+        dot: bool = False,
+        query_tokens: int = 32,
+        passage_tokens: int = 512,
     ):
-        """`encoders`: of queries and of passages, or one whose weights they share; `marks` become tokens of its own."""
+        """`encoders`: of queries and of passages, or one whose weights they share; `marks` become tokens of its own;
+        `dot`: vectors keep the length that the pooling gives them in training, whose scores are bare dot products."""
         super().__init__()
-        self.encoders = nn.ModuleList(encoders)
+        self.encoders, self.dot = nn.ModuleList(encoders), dot
         self.query_tokens, self.passage_tokens = query_tokens, passage_tokens
         self.marks = (f"{QUERY_MARK} ", f"{PASSAGE_MARK} ") if marks else ("", "")
         for encoder in self.encoders if marks else ():
@@ -77,11 +86,22 @@ class BiEncoder(TwoTowers):
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         encoder, texts = self.encoders[0], [self.marks[0] + query for query in queries]
-        return embed_buckets(encoder, token_buckets(encoder, texts, self.query_tokens, 1))
+        return self._embed(encoder, token_buckets(encoder, texts, self.query_tokens, 1))
 
     def encode_passages(self, passages: Sequence[Passage]) -> Tensor | tuple[Tensor, Tensor]:
         encoder, texts = self.encoders[-1], [self.marks[1] + passage.text for passage in passages]
-        return embed_buckets(encoder, token_buckets(encoder, texts, self.passage_tokens, BUCKETS))
+        return self._embed(encoder, token_buckets(encoder, texts, self.passage_tokens, BUCKETS))
+
+    def match(self, queries: Tensor, passages: Any) -> Tensor:
+        return queries @ passages.T if self.dot and self.training else super().match(queries, passages)
+
+    def _embed(self, encoder: SentenceTransformer, batches: list[dict[str, Any]]) -> Tensor:
+        if not (self.dot and self.training):
+            return embed_buckets(encoder, batches)
+        rows = torch.cat([batch.pop("rows") for batch in batches])
+        read = [{name: tensor.to(encoder.device) for name, tensor in batch.items()} for batch in batches]
+        pooled = [encoder[1](encoder[0](texts))["sentence_embedding"].float() for texts in read]
+        return torch.cat(pooled)[torch.argsort(rows)]
 
 
 class PolyEncoder(BiEncoder):
@@ -140,6 +160,28 @@ class CrossEncoder(nn.Module):
         return self.pair_scores(pairs).reshape(len(queries), len(passages))
 
 
+class WordVectors(nn.Module):
+    """CDV+FastText's encoder of sentences and queries (CAPR §4.2): the mean of a text's words' vectors, each the mean
+    of its n-grams' (Bojanowski et al., 2017), which are learnt from the sentences alone and then stay."""
+
+    def __init__(self, sentences: Sequence[str], dimension: int = 300, epochs: int = 20, seed: int = 0):
+        from gensim.models import FastText
+
+        super().__init__()
+        words = [_WORD.findall(sentence) for sentence in sentences]
+        how = dict(sg=1, min_count=1, epochs=epochs, seed=seed, workers=1)  # of several no two trainings are the same
+        self.vectors = FastText(words, vector_size=dimension, **how).wv
+
+    def get_embedding_dimension(self) -> int:
+        return self.vectors.vector_size
+
+    def forward(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors, float32 [texts, dimension]; zeros for a text without a word."""
+        nothing = np.zeros((1, self.vectors.vector_size), np.float32)
+        words = [[self.vectors[word] for word in _WORD.findall(text)] for text in texts]
+        return nn.functional.normalize(torch.tensor(np.stack([np.mean(of or nothing, axis=0) for of in words])), dim=1)
+
+
 class ContextualDocumentVectors(TwoTowers):
     """CDV: a bidirectional LSTM over a document's sentence embeddings (Arnold et al., 2020; CAPR §3.2).
 
@@ -150,7 +192,13 @@ class ContextualDocumentVectors(TwoTowers):
     pools as it was trained to.
     """
 
-    def __init__(self, encoder: SentenceTransformer, query_encoder: SentenceTransformer, *, frozen: bool = True):
+    def __init__(
+        self,
+        encoder: SentenceTransformer | WordVectors,
+        query_encoder: SentenceTransformer | WordVectors,
+        *,
+        frozen: bool = True,
+    ):
         super().__init__()
         dim = encoder.get_embedding_dimension()
         self.encoder, self.frozen = encoder, frozen
@@ -202,10 +250,13 @@ class ContextualDocumentVectors(TwoTowers):
         return nn.utils.rnn.pad_sequence(turned, batch_first=True)
 
     @torch.no_grad()
-    def _fixed(self, encoder: SentenceTransformer, texts: list[str], query: bool) -> Tensor:
+    def _fixed(self, encoder: SentenceTransformer | WordVectors, texts: list[str], query: bool) -> Tensor:
         new = [text for text in dict.fromkeys(texts) if (query, text) not in self._known]
         if new:
-            embedded = embed_buckets(encoder, token_buckets(encoder, new, SENTENCE_TOKENS, -(-len(new) // 64)))
+            if isinstance(encoder, WordVectors):
+                embedded = encoder(new).to(self.heads[0].weight.device)
+            else:
+                embedded = embed_buckets(encoder, token_buckets(encoder, new, SENTENCE_TOKENS, -(-len(new) // 64)))
             self._known.update(zip([(query, text) for text in new], embedded, strict=True))
         return torch.stack([self._known[query, text] for text in texts])
 

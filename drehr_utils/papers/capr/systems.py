@@ -26,7 +26,14 @@ from drehr_utils.data.notes import clean
 from drehr_utils.evaluation import medquad
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
-from drehr_utils.papers.capr.models import BiEncoder, ContextualDocumentVectors, CrossEncoder, LongEncoder, PolyEncoder
+from drehr_utils.papers.capr.models import (
+    BiEncoder,
+    ContextualDocumentVectors,
+    CrossEncoder,
+    LongEncoder,
+    PolyEncoder,
+    WordVectors,
+)
 from drehr_utils.papers.capr.passages import (
     Passage,
     medquad_passages,
@@ -40,10 +47,11 @@ from drehr_utils.training import encoders, sampling, trainer
 
 START, BI_SHARED, BI = pipeline.START, "CAPR-Bi-shared", "CAPR-Bi"
 POLY, CROSS, CDV, CDV_FINETUNE = "CAPR-Poly", "CAPR-Cross", "CDV", "CDV-finetune"
-TRAINED = (CDV, CDV_FINETUNE, BI_SHARED, BI, POLY, CROSS)  # in Table 3's order
-CDV_JOINT, POLY_POOLED = "CDV-joint", "CAPR-Poly-pooled"
-TRIED = (CDV_JOINT, POLY_POOLED)  # of §3.2, which gives no figures
-_COSTLY = (CROSS, CDV, CDV_FINETUNE, CDV_JOINT)  # they read pairs, or whole documents
+CDV_FASTTEXT = "CDV+FastText"
+TRAINED = (CDV_FASTTEXT, CDV, CDV_FINETUNE, BI_SHARED, BI, POLY, CROSS)  # in Table 3's order
+CDV_JOINT, POLY_POOLED, BI_DOT = "CDV-joint", "CAPR-Poly-pooled", "CAPR-Bi-dot"
+TRIED = (CDV_JOINT, POLY_POOLED, BI_DOT)  # of §3.2, which gives no figures
+_COSTLY = (CROSS, CDV_FASTTEXT, CDV, CDV_FINETUNE, CDV_JOINT)  # they read pairs, or whole documents
 HELD_OUT, OTHER_NAMES, MEDQUAD = "MIMIC-III", "other names", "MedQuAD"  # tasks; the first stands for the paper's
 HALVES = ("entity alone", "aspect alone")  # of the held-out task's queries
 
@@ -154,8 +162,15 @@ def halves(task: Task) -> dict[str, Task]:
     return {half: task._replace(data=replace(task.data, queries=queries)) for half, queries in parts}
 
 
+@cache
+def word_vectors(profile: Profile) -> WordVectors:
+    """FastText's vectors, learnt from the sentences of the notes that the systems learn from."""
+    documents = dict.fromkeys(passage.document for passage in training_passages(profile)[0])
+    return WordVectors([sentence for document in documents for sentence in document], seed=profile.seed)
+
+
 def build(profile: Profile, system: CaprSystem) -> nn.Module:
-    """An untrained model of `system`, from the profile's starting encoder."""
+    """An untrained model of `system`, from the profile's starting encoder, or from word_vectors."""
     size = profile.capr
     lengths = dict(query_tokens=size.query_tokens, passage_tokens=size.passage_tokens)
 
@@ -167,10 +182,12 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "start": lambda: BiEncoder(start(), **lengths),
         "bi-shared": lambda: BiEncoder(start(), marks=True, **lengths),
         "bi": lambda: BiEncoder(start(), start(), **lengths),
+        "bi-dot": lambda: BiEncoder(start(), start(), dot=True, **lengths),
         "poly": lambda: PolyEncoder(start(), start(), **lengths),
         "poly-pooled": lambda: PolyEncoder(start(), start(), pooled=True, **lengths),
         "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
         "cdv": lambda: ContextualDocumentVectors(start(), start()),
+        "cdv-fasttext": lambda: ContextualDocumentVectors(word_vectors(profile), word_vectors(profile)),
         "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),
         "longformer-bi": lambda: LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
         "longformer-poly": lambda: LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),

@@ -94,7 +94,7 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
 
 
 def _table(folder: Path, name: str) -> Path:
-    path = find_table(folder, name) or find_table(folder, name.upper())
+    path = find_table(folder, name, name.upper())
     if path is None:
         raise DataError(
             f"{folder.name}/: neither {name}.csv(.gz) (MIMIC-IV) nor {name.upper()}.csv(.gz) (MIMIC-III) is there; "

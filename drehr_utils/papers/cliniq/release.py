@@ -144,7 +144,7 @@ def release_chunks(text: str, size: int = CHUNK_WORDS, overlap: int = OVERLAP_WO
 
 
 def _note_events(folder: Path) -> Path:
-    path = find_table(folder, "NOTEEVENTS") or find_table(folder, "noteevents")
+    path = find_table(folder, "NOTEEVENTS", "noteevents")
     if path is None:
         raise DataError(f"{Path(folder).name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
     return path

@@ -7,6 +7,7 @@ import pandas as pd
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, single_patient_tasks
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation.intervals import RESULT_COLUMNS, bootstrap_interval
 from drehr_utils.evaluation.metrics import patient_of
 
@@ -16,11 +17,13 @@ def statistics_rows(benchmark: Benchmark, resampling: Resampling) -> pd.DataFram
 
     A query counts where it has a relevant chunk: of the patient's own, in the note (its Single-Patient searches);
     anywhere (multi). Judgments are relevant pairs, string matches of other patients' queries among them. Averages
-    carry a 95% bootstrap interval over patients."""
+    carry a 95% bootstrap interval over patients. DataError for a judged chunk of a note that is no patient's."""
     groups = ["chunk of records", "query", *QUERY_TYPES, "relevance judgment", *MATCH_TYPES]
     column = {group: i for i, group in enumerate(groups)}
     row_of = {patient.note_id: i for i, patient in enumerate(benchmark.patients)}
     owners = {chunk_id: row_of[patient.note_id] for patient in benchmark.patients for chunk_id in patient.chunk_ids}
+    if lost := min((c for judged in benchmark.match_types.values() for c in judged if c not in owners), default=""):
+        raise DataError(f"qrels: {lost!r} is of a note without a line in patients.jsonl; each judged note needs one")
     counts = np.zeros((len(benchmark.patients), len(groups)))
     counts[:, 0] = [len(patient.chunk_ids) for patient in benchmark.patients]
     for task in single_patient_tasks(benchmark):

@@ -34,15 +34,18 @@ COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.
 
 def all_rows(profile: Profile) -> list[str]:
     """All that a record may be of."""
-    return [*systems.names(profile), *systems.share_rows(profile), *systems.plain_rows(profile)]
+    trained = [*systems.names(profile), *systems.share_rows(profile), *systems.long_rows(profile)]
+    return [*trained, *systems.plain_rows(profile)]
 
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
     """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
-    plain_rows or share_rows on the test sets alone."""
+    plain_rows or share_rows on the test sets alone, one of long_rows on new mentions besides."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
     if system in (*systems.plain_rows(profile), *systems.share_rows(profile)):
         return {t.name: t for t in found}
+    if system in systems.long_rows(profile):
+        return {t.name: t for t in (*found, systems.own_test(profile, systems.task_of(system)))}
     if system not in systems.tasks(profile):
         return figure2
     own = [systems.own_test(profile, system)]
@@ -62,7 +65,8 @@ def digest(profile: Profile, system: str, seed: int) -> str:
 
 def on_the_way(profile: Profile, system: str, curve: pd.DataFrame) -> pd.DataFrame:
     """What systems.train measured into a training's curve: step, R@1, R@25, the start's first."""
-    start = systems.means(systems.recall(profile, systems.own_test(profile, system), "start"))
+    own = systems.own_test(profile, systems.task_of(system))
+    start = systems.means(systems.recall(profile, own, "start"))
     points = curve[["step", *start]].dropna()
     return pd.concat([pd.DataFrame([{"step": 0, **start}]), points], ignore_index=True)
 
@@ -79,7 +83,7 @@ def record(profile: Profile, system: str, seed: int = 0, remake: bool = False) -
 
     key, made_of = {"system": system, "seed": seed}, digest(profile, system, seed)
     VALUES.add(profile, key, values, remake, made_of)
-    if system in systems.tasks(profile):
+    if systems.has_curve(profile, system):
         STEPS.add(
             profile, key, lambda: on_the_way(profile, system, systems.train(profile, system, seed)[1]), remake, made_of
         )
@@ -138,7 +142,8 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
     table = STEPS.read(profile) if profile.short else pd.DataFrame()
     if len(table):
         parts = dict(list(table[table["seed"] == table["seed"].min()].groupby("system")))
-        return {name: parts[name] for name in systems.names(profile) if name in parts}
+        names = [*systems.names(profile), *systems.long_rows(profile)]
+        return {name: parts[name] for name in names if name in parts}
     rows = {row: row.removesuffix(" (short)") for row in made}
     return {row: on_the_way(profile, name, made[row]) for row, name in rows.items() if name in systems.tasks(profile)}
 

@@ -46,6 +46,7 @@ ICD10, COMB = "ICD-10", "Comb"
 NAMES = f"{ICD10} Names"  # ours: no task of the paper's, and in no comb
 PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's encoders had not
 HALF, NONE = ", half of the start", ", none of the start"  # of its weights in the trained ones
+LONG, TIMES = ", four times the steps", 4
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
@@ -243,13 +244,19 @@ def plain_rows(profile: Profile) -> list[str]:
 
 
 def share_rows(profile: Profile) -> list[str]:
-    """What of NAMES counts: it with none of the start's weights, and ICD-10's other two tasks with half of them."""
-    return [f"{ICD10} Syn{HALF}", f"{ICD10} Graph{HALF}", NAMES + NONE] if NAMES in tasks(profile) else []
+    """What of NAMES counts: the paper's tasks with half of the start's weights, and NAMES with none of them."""
+    found = tasks(profile)
+    return [name + (NONE if name == NAMES else HALF) for name in found] if NAMES in found else []
+
+
+def long_rows(profile: Profile) -> list[str]:
+    """The two tasks of the paper's that decide, its best and the test set's own, trained longer; where NAMES is."""
+    return [f"{ICD10} Syn{LONG}", COMB + LONG] if NAMES in tasks(profile) else []
 
 
 def task_of(system: str) -> str:
-    """The system whose task one of share_rows is trained on; any other as it is."""
-    return system.removesuffix(HALF).removesuffix(NONE)
+    """The system whose task one of share_rows or long_rows is trained on; any other as it is."""
+    return system.removesuffix(HALF).removesuffix(NONE).removesuffix(LONG)
 
 
 def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
@@ -276,6 +283,8 @@ def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
     too, whose weights then go half of the way back to the start's (but in share_rows)."""
     figure2, task = system in (SUPERVISED, WITH_AUXILIARY), task_of(system)
     own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
+    if system.endswith(LONG):
+        own = replace(own, epochs=TIMES * own.epochs, max_steps=own.max_steps and TIMES * own.max_steps)
     if system == NAMES or system.endswith(HALF):
         own = replace(own, start_share=0.5)
     masked = task == NAMES or profile.kg.mended and task.endswith("Graph")
@@ -288,12 +297,17 @@ def pairs_shown(profile: Profile, system: str) -> int:
     return sum(map(len, pair_schedule(sizes, training(profile, system)))) if sizes else 0
 
 
+def has_curve(profile: Profile, system: str) -> bool:
+    """Whether a training of the system is measured on its task's own dev mentions on the way."""
+    return system in tasks(profile) or system.endswith(LONG)
+
+
 def train(profile: Profile, system: str, seed: int = 0, measured: bool = True) -> tuple[str | Path, pd.DataFrame]:
-    """`trained` of a system, by its name; one with a task of its own is `measured` on its dev mentions on the way.
+    """`trained` of a system, by its name; `measured` on the way where it `has_curve`.
     "start" stays as it is: no step."""
     if system == "start":
         return system, pd.DataFrame()
-    own = [own_test(profile, system)] if measured and system in tasks(profile) else []
+    own = [own_test(profile, task_of(system))] if measured and has_curve(profile, system) else []
     curve = [trainer.Curve(CURVE_STEPS, lambda encoder, t=t: means(encoder_recall(encoder, t))) for t in own]
     return trained(profile, trained_on(profile, system), training(profile, system, seed), curve)
 

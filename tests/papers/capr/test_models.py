@@ -20,6 +20,7 @@ from drehr_utils.papers.capr.models import (
     CrossEncoder,
     LongEncoder,
     PolyEncoder,
+    WordVectors,
     listwise_loss,
     passage_amid_document,
     poly_score,
@@ -97,6 +98,33 @@ def test_bi_encoder_starts_as_the_encoders_cosine(start):
     scores = model.eval()(QUERIES, passages()).detach()
     embedded = [torch.from_numpy(encoders.encode(start, t)) for t in (QUERIES, [p.text for p in passages()])]
     torch.testing.assert_close(scores, SCALE * embedded[0] @ embedded[1].T, atol=1e-4, rtol=1e-4)
+
+
+def test_the_dot_product_is_of_mean_token_vectors_and_the_ranking_their_cosine(start):
+    model = BiEncoder(start, dot=True, query_tokens=32, passage_tokens=64)
+    with torch.no_grad():
+        ranked = model.eval()(QUERIES, passages())
+        model.training = True  # its encoder's dropout stays off
+        scores = model(QUERIES, passages())
+    means = []
+    for texts in (QUERIES, [passage.text for passage in passages()]):
+        batches = [start.tokenizer(text, return_tensors="pt") for text in texts]  # one by one: no padding
+        with torch.no_grad():
+            means.append(torch.stack([start[0].auto_model(**b).last_hidden_state[0].mean(dim=0) for b in batches]))
+    torch.testing.assert_close(scores, means[0] @ means[1].T, atol=1e-4, rtol=1e-4)
+    cosines = nn.functional.cosine_similarity(means[0][:, None], means[1][None], dim=2)
+    torch.testing.assert_close(ranked, SCALE * cosines, atol=1e-4, rtol=1e-4)
+
+
+def test_word_vectors_are_means_and_know_a_words_parts():
+    sentences = ["chest pain at rest", "no chest pain", "fever and chills"] * 20
+    words, again = (WordVectors(sentences, dimension=12, epochs=2, seed=3) for _ in range(2))
+    found = words(["chest pain", "chest", "pain", "chestpain", " ; "])
+    raw = [torch.tensor(words.vectors[word]) for word in ("chest", "pain")]
+    torch.testing.assert_close(found[0], nn.functional.normalize(raw[0] + raw[1], dim=0))
+    assert "chestpain" not in words.vectors.key_to_index  # but its n-grams have vectors
+    torch.testing.assert_close(found[:4].norm(dim=1), torch.ones(4))
+    assert found[4].abs().sum() == 0 and torch.equal(found, again(["chest pain", "chest", "pain", "chestpain", " ; "]))
 
 
 def test_marks_enter_the_tokenizer_and_the_weights():
@@ -203,19 +231,20 @@ def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in (systems.BI_SHARED, systems.POLY, systems.POLY_POOLED, systems.CROSS)
+    for name in (systems.BI_SHARED, systems.BI_DOT, systems.POLY, systems.POLY_POOLED, systems.CROSS)
 ]
 
 
-@pytest.mark.parametrize("name", [*SLOW, systems.CDV])
+@pytest.mark.parametrize("name", [*SLOW, systems.CDV, systems.CDV_FASTTEXT])
 def test_training_teaches_and_is_repeatable(name, tmp_path):
     profile = load_profile("smoke")
-    config = StageConfig(batch_size=3, epochs=25, learning_rate=1e-3 if name == systems.CDV else 2e-4, dropout=0.0)
+    config = StageConfig(batch_size=3, epochs=25, learning_rate=1e-3 if systems.CDV in name else 2e-4, dropout=0.0)
     states = []
     for run in ("first", "second"):
         model = systems.build(profile, profile.capr.system(name))
         curve = systems.train(model, passages(), config, tmp_path / run, progress=False)
-        assert len(curve) == 25 and curve["loss"].iloc[-3:].mean() < 0.5 * curve["loss"].iloc[0]
+        most = 0.7 if name == systems.CDV_FASTTEXT else 0.5  # whose words are all alike in so small a slice
+        assert len(curve) == 25 and curve["loss"].iloc[-3:].mean() < most * curve["loss"].iloc[0]
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         candidates = np.array([[0, 1, 2], [2, 1, 0], [1, 0, 2]])
         scores = systems.candidate_scores(model, QUERIES, passages(), candidates, block=2)

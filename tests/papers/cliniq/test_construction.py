@@ -88,6 +88,13 @@ def test_the_interval_of_kappa_draws_whole_notes():
         assert (row["low"] < row["ours"] < row["high"]) == is_measured == (not np.isnan(row["low"]))
 
 
+def test_a_judged_note_that_is_no_patients_is_named():
+    bench = load_benchmark(OPEN_CLINIQ, "dev")
+    lost = {chunk for of in bench.qrels.values() for chunk in of} & set(bench.patients.pop().chunk_ids)
+    with pytest.raises(DataError, match=f"qrels: '{min(lost)}' is of a note without a line in patients.jsonl"):
+        statistics.statistics_rows(bench, Resampling(50))
+
+
 def test_table1_against_counts_of_the_files():
     """Counted from the files' lines, without the loader."""
     rows = statistics.statistics_rows(load_benchmark(OPEN_CLINIQ, "dev"), Resampling(50))

@@ -73,14 +73,24 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
 
 def test_a_share_row_differs_from_its_system_by_the_share_alone(smoke):
     rows = systems.share_rows(smoke)
-    assert [systems.task_of(row) for row in rows] == ["ICD-10 Syn", "ICD-10 Graph", "ICD-10 Names"]
+    assert [systems.task_of(row) for row in rows] == [*systems.tasks(smoke)]
     for row in rows:
         ours, whole = systems.training(smoke, row), systems.training(smoke, systems.task_of(row))
         assert {ours.start_share, whole.start_share} == {0.0, 0.5}
         assert replace(ours, start_share=whole.start_share) == whole
         assert systems.trained_on(smoke, row) == systems.trained_on(smoke, systems.task_of(row))
         assert list(runs.tested(smoke, row, 0)) == [found.name for found in systems.test_sets(smoke)]
-    assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows)}) == 10 + 3
+    assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows)}) == 10 + 8
+
+
+def test_a_long_row_differs_from_its_system_by_the_steps_alone(smoke):
+    for row in (rows := systems.long_rows(smoke)):
+        ours, task = systems.training(smoke, row), systems.task_of(row)
+        assert ours.max_steps == 4 * systems.training(smoke, task).max_steps
+        assert systems.trained_on(smoke, row) == systems.trained_on(smoke, task) and systems.has_curve(smoke, row)
+        assert set(runs.tested(smoke, row, 0)) < set(runs.tested(smoke, task, 0))
+    assert [systems.task_of(row) for row in rows] == ["ICD-10 Syn", "Comb"]
+    assert systems.pairs_shown(smoke, rows[0]) == 4 * systems.pairs_shown(smoke, "ICD-10 Syn")
 
 
 def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
