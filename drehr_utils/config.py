@@ -15,7 +15,8 @@ GRAPH_TERMS = 2  # synonyms, hypernyms and related entities of each positive ent
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage's hyper-parameters. The defaults are the paper's (§4.2, Table 3, DR.EHR-small, stage II)."""
+    """One stage's hyper-parameters. The defaults are the paper's (§4.2, Table 3, DR.EHR-small, stage II), but for
+    dropout."""
 
     positives_per_chunk: int = 16
     sources: tuple[str, ...] | None = None  # of the positive sets (Table 1's or 2's rows); None: all of them
@@ -63,7 +64,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """Hyper-parameters of a training. The defaults are the paper's (§6.1) but for `max_steps` and `scale`."""
+    """Hyper-parameters of a training. The defaults are the paper's (§6.1) but for max_steps, scale and dropout."""
 
     batch_size: int = 128  # of each task, where several are trained together
     epochs: float = 50  # "max epochs" of the first task
@@ -79,7 +80,8 @@ class PairConfig:
 
 @dataclass(frozen=True)
 class TripletConfig:
-    """One row of Table 1: RS or HS, NB (mega_batch = batch_size) or MB. Defaults: the paper's best (Appendix A)."""
+    """One row of Table 1: RS or HS, NB (mega_batch = batch_size) or MB. Defaults: the paper's best (Appendix A), but
+    for dropout."""
 
     hard: bool = True
     mega_batch: int = 128  # entries among whose sentences the unmatched one is looked for
@@ -181,7 +183,10 @@ class CaprSizes:
     passage_rows: int | None = None  # training passages, the first so many (None: all)
 
     def system(self, name: str) -> CaprSystem:
-        return next(system for system in self.systems if system.name == name)
+        found = {system.name: system for system in self.systems}
+        if name not in found:
+            raise ValueError(f"capr.systems: no {name!r}; there are {', '.join(found)}")
+        return found[name]
 
 
 @dataclass(frozen=True)

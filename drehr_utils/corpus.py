@@ -69,7 +69,7 @@ def _of_benchmark(profile: Profile, read: Sequence[Note]) -> list[str]:
     """The notes of patients that the benchmark has; one that notebook 06 makes of these notes has none that train."""
     if profile.benchmark is None:
         return []
-    key = artifacts.digest(overlap.of_benchmark, notes_module.note_tables(profile.notes), benchmark_folder(profile))
+    key = artifacts.digest(overlap, notes_module, notes_module.note_tables(profile.notes), benchmark_folder(profile))
     path = profile.cache / f"splits/of_benchmark-{key}.parquet"
 
     def make() -> pd.DataFrame:
@@ -94,7 +94,7 @@ def chunks(profile: Profile, split: str = "train", stage: str = "") -> Sequence[
         with_sections = stage == "stage1" and split == "train"  # no language model was asked about them
         sections = notes_module.read_real_notes("mts_dialog") if with_sections else []
         return [*cut, *(chunk for note in sections for chunk in notes_module.chunk_note(note))]
-    key = artifacts.digest(notes_module.chunk_note, *_made_of_notes(profile))
+    key = artifacts.digest(notes_module, overlap, *_made_of_notes(profile))
     folder = artifacts.cached_folder(
         profile.cache / f"corpus/{split}-{key}", lambda partial: shards.write_rows(partial, cut, Chunk, CHUNKS_A_SHARD)
     )
@@ -241,7 +241,7 @@ def _given(profile: Profile, stage: str) -> Given:
     take minutes, and a late answer makes each model anew. Notebooks 03 and 04 ask again, and what they get counts."""
     task, server = TASKS[stage], servers.server_from_env()
     texts = [chunk.text for chunk in chunks(profile)] if profile.real_notes else None
-    of = artifacts.digest(client.answer_all, notes_module.chunk_note, *_made_of_notes(profile), texts)
+    of = artifacts.digest(client.answer_all, notes_module, *_made_of_notes(profile), texts)
 
     def path() -> Path:  # another one when an answer was added
         store = AnswerStore(_answers_file(profile), profile.recorded_answers)

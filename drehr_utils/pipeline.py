@@ -273,7 +273,7 @@ def dense(encoder: SentenceTransformer, bench: Benchmark, progress: bool = False
 def model_scores(profile: Profile, folder: Path | None, bench: Benchmark) -> np.ndarray:
     """`dense` of a trained model's folder (None: the starting encoder), computed once for all notebooks."""
     model = folder.resolve() if folder else start_digest(profile)
-    key = artifacts.digest(dense, model, bench.queries, bench.corpus)
+    key = artifacts.digest(dense, model, *bench.texts)
 
     def make() -> np.ndarray:
         return dense(encoders.load_encoder(folder) if folder else starting_encoder(profile), bench)

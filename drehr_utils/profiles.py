@@ -104,7 +104,9 @@ class Profile:
         if first is None or second is None:
             return replace(self.published, stage1=None)
         steps = first.max_steps and second.max_steps and first.max_steps + second.max_steps
-        return Recipe(stage2=replace(second, epochs=first.epochs + second.epochs, max_steps=steps))
+        same = first.batch_size == second.batch_size
+        epochs = first.epochs if same else first.epochs * second.batch_size / first.batch_size
+        return Recipe(stage2=replace(second, epochs=epochs + second.epochs, max_steps=steps))
 
 
 # --- open: what an hour on two cores allows --------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _environment(place: Place, ipython: str) -> dict[str, str]:
     # Notebooks run in their own folder, where a relative path is another.
     paths = {
         name: os.path.abspath(at)
-        for name in (*VARIABLES, "DREHR_PUBLIC_DATA")
+        for name in {*VARIABLES, "DREHR_PUBLIC_DATA"} - {"DREHR_LORA", "DREHR_POOLING", "DREHR_WORKERS"}  # no paths
         if os.path.exists(at := os.environ.get(name, ""))
     }
     named = [part.strip() for part in os.environ.get("DREHR_RETRIEVERS", "").split(",")]

@@ -42,6 +42,11 @@ class Benchmark:
     qrels: dict[str, dict[str, int]]
     match_types: dict[str, dict[str, str]]
 
+    @property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Of the queries and of the chunks, in the order of a score matrix (in a digest, a dict has none)."""
+        return list(self.queries.values()), list(self.corpus.values())
+
 
 @dataclass(frozen=True)
 class SearchTask:

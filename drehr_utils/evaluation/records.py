@@ -84,7 +84,7 @@ class Record:
         rows = pd.DataFrame(key, index=rows.index).join(rows).assign(minutes=minutes, date=date, machine=machine)
         rows = rows if digest is None else rows.assign(digest=digest)
         path = self.path(profile)
-        with artifacts.lock(profile.cache / f".{path.name}.lock", f"adding to {path.name}"):
+        with artifacts.lock(path.with_name(f".{path.name}.lock"), f"adding to {path.name}"):
             own, kept = self._parts(profile, key)  # another process may have added rows meanwhile
             if is_there(own):
                 return False
@@ -110,9 +110,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
     """The options and the profile that they name; a profile that can't be loaded ends the command with why."""
     options = parser.parse_args(arguments)
     try:
-        return options, load_profile(options.profile)
+        profile = load_profile(options.profile)
     except DataError as error:
         parser.error(str(error))
+    if hasattr(options, "check") and profile.in_place:  # the option of `command`, whose records `full` makes
+        parser.error(f"{profile.name} shows the records that full makes; leave --profile out")
+    return options, profile
 
 
 def end_check(out_of_date: Sequence[str]) -> None:

@@ -46,8 +46,10 @@ def general_texts(kg: KnowledgeGraph, n: int = 12_000, seed: int = 0) -> list[st
     Entities are the graph's diseases and findings, by their preferred terms; any concept's where it has no types."""
     rng = np.random.default_rng(seed)
     written = definitions()
-    entities = [kg.cui2pt[cui] for cui, kind in kg.types.items() if kind in ("disease", "finding")]
-    entities = entities or list(kg.cui2pt.values())
+    kinds = ("disease", "finding")
+    entities = [kg.cui2pt[cui] for cui, kind in kg.types.items() if kind in kinds and cui in kg.cui2pt]
+    if not (entities := entities or list(kg.cui2pt.values())):
+        raise DataError("knowledge graph: no concept to write general texts about; leave `keep` at 0")
 
     def one(kind: float) -> str:
         entity = entities[rng.integers(len(entities))]

@@ -54,6 +54,8 @@ class TrainingSet:
         Raises DataError when the two don't belong together, or when no chunk has a positive."""
         if len(chunks) != len(sets) or any(c.id != i for c, i in zip(chunks, sets.ids, strict=True)):
             raise DataError("training set: the positive sets belong to other chunks; delete data/cache or run --fresh")
+        if sources is not None and (not sources or set(sources) - set(sets.sources)):
+            raise DataError(f"training set: sources {list(sources)}, where there are {', '.join(sets.sources)}")
         kept = np.flatnonzero(sets.counts()[list(sources or sets.sources)].any(axis=1))
         if not len(kept):
             raise DataError("training set: no chunk has a positive entity; check the matching and the LLM's answers")
@@ -99,6 +101,8 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> Batches:
 
     Chunks of one note are dealt in groups of `chunks_per_note`; groups are shuffled, then cut into batches, anew each
     epoch. A last batch that is not full is dropped."""
+    if not note_ids:
+        raise DataError("training set: nothing to train on; check the notes, and what is looked for in them")
     steps = max(1, round(max(1, len(note_ids) // config.batch_size) * config.epochs))
     steps = min(steps, config.max_steps or steps)
     by_note: dict[str, list[int]] = {}

@@ -6,7 +6,7 @@ import os
 import pandas as pd
 import pytest
 
-from drehr_utils.evaluation.records import Record
+from drehr_utils.evaluation.records import Record, command, parse
 from drehr_utils.profiles import load_profile
 
 TOY = Record("toy.csv")
@@ -59,6 +59,12 @@ def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         TOY.add(smoke, {"name": "b", "share": 1.0}, rows(2))
     assert TOY.path(smoke).read_bytes() == before
+
+
+def test_open_may_not_write_over_what_full_made(capsys):
+    with pytest.raises(SystemExit):
+        parse(command("x"), ["--profile", "open"])
+    assert "open shows the records that full makes" in capsys.readouterr().err
 
 
 def test_full_makes_the_records_that_open_shows_and_no_others():

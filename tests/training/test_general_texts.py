@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drehr_utils import pipeline
+from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.profiles import load_profile
 from drehr_utils.training import general_texts, losses
@@ -32,6 +33,13 @@ def test_a_graph_without_types_gives_all_its_terms():
     texts = general_texts.general_texts(KnowledgeGraph(cui2pt={"C1": "gout", "C2": "aspirin"}), 200)
     for entity in ("gout", "aspirin"):
         assert {f"{entity} {aspect}" for aspect in general_texts.ASPECTS} & set(texts)
+
+
+def test_a_graph_without_a_concept_is_said_and_a_type_of_none_left_out():
+    with pytest.raises(DataError, match="no concept to write general texts about"):
+        general_texts.general_texts(KnowledgeGraph(), 5)
+    kg = KnowledgeGraph(cui2pt={"a": "asthma"}, types={"a": "disease", "gone": "disease"})
+    assert len(general_texts.general_texts(kg, 5)) == 5
 
 
 def test_no_benchmark_text_is_kept():

@@ -23,29 +23,39 @@ from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
 RECORD = Record("runs/capr.csv.gz")
-ALL_ROWS = (*systems.TRAINED, *systems.TRIED)
+ALL_ROWS = (*systems.TRAINED, *systems.TRIED, systems.WHOLE_START, systems.WHOLE)
 TRAINING, ALL = "training", "all"  # the task of losses; the search of what is about all of a task's searches
 SAVE_STEPS = 100  # a checkpoint of two encoders is half a gigabyte
 
 
-def digest(profile: Profile, name: str) -> str:
-    """Of a system's recipe, what it is trained on and started from, and what it is asked; not of the code."""
+def tasks(profile: Profile, row: str) -> tuple[Profile, str, dict[str, systems.Task]]:
+    """The profile and system of a row, and what it is asked."""
+    if row in (systems.WHOLE, systems.WHOLE_START):
+        profile, row = systems.whole_sections(profile), systems.BI if row == systems.WHOLE else systems.START
+    return profile, row, systems.tasks(profile, row)
+
+
+def digest(profile: Profile, row: str) -> str:
+    """Of a row's recipe, what it is trained on and started from, and what it is asked; not of the code."""
+    profile, name, asked_of = tasks(profile, row)
     size, system = profile.capr, profile.capr.system(name)
     first = system.after and size.system(system.after)
     lengths = [size.passage_tokens, size.query_tokens, profile.pooling, profile.seed]
-    found = [t for task, t in systems.tasks(profile, name).items() if task != systems.MEDQUAD]  # which is as published
+    found = [t for task, t in asked_of.items() if task != systems.MEDQUAD]  # which is as published
     asked = [[*map(list, (t.data.queries.values(), t.data.passages.values(), t.data.qrels.values())), t.candidates]
              for t in found]  # fmt: skip
     start = encoders.identity(system.encoder or profile.encoder)
     return artifacts.digest(system, first, lengths, start, systems.training_passages(profile)[1], asked)
 
 
-def measured(profile: Profile, name: str) -> pd.DataFrame:
-    """`task, search_id, metric, value` of a system, trained where its weights aren't in the cache, with its budget."""
+def measured(profile: Profile, row: str) -> pd.DataFrame:
+    """`task, search_id, metric, value` of a row, trained where its weights aren't in the cache, with its budget."""
+    profile, name, asked_of = tasks(profile, row)
     _, curve, _ = systems.trained_model(profile, name)
-    steps = curve.rename(columns={"step": "search_id", "loss": "value"})
-    rows = [steps.assign(task=TRAINING, metric="loss")]
-    for task, asked in systems.tasks(profile, name).items():
+    rows = []
+    if curve is not None:
+        rows.append(curve.rename(columns={"step": "search_id", "loss": "value"}).assign(task=TRAINING, metric="loss"))
+    for task, asked in asked_of.items():
         scores = systems.scored(profile, name, task, *asked)
         rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=task))
         if task != systems.MEDQUAD:  # its passages have no labels
@@ -56,7 +66,8 @@ def measured(profile: Profile, name: str) -> pd.DataFrame:
             scores = systems.scored(profile, name, half, *asked)
             rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=half))
     config = profile.capr.system(name).config
-    budget = {"steps": len(curve), "pairs": len(curve) * config.batch_size, "seed": config.seed}
+    steps = 0 if curve is None else len(curve)
+    budget = {"steps": steps, "pairs": steps and steps * config.batch_size, "seed": config.seed if config else 0}
     return pd.concat(rows, ignore_index=True)[["task", "search_id", "metric", "value"]].assign(**budget)
 
 
@@ -100,7 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = records.command(__doc__)
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=ALL_ROWS, default=ALL_ROWS)
     options, profile = records.parse(parser, arguments)
-    profile = replace(profile, save_steps=SAVE_STEPS)
+    profile, made = replace(profile, save_steps=SAVE_STEPS), RECORD.read(profile)
+    if len(made) and systems.MEDQUAD in set(made["task"]) and systems.medquad_data(profile) is None:
+        parser.error("the records have MedQuAD, which isn't here: ./run_all.sh --public fetches it")
     if options.check:
         records.end_check(stale(profile))
     for name in options.only:

@@ -51,9 +51,15 @@ CDV_FASTTEXT = "CDV+FastText"
 TRAINED = (CDV_FASTTEXT, CDV, CDV_FINETUNE, BI_SHARED, BI, POLY, CROSS)  # in Table 3's order
 CDV_JOINT, POLY_POOLED, BI_DOT = "CDV-joint", "CAPR-Poly-pooled", "CAPR-Bi-dot"
 TRIED = (CDV_JOINT, POLY_POOLED, BI_DOT)  # of §3.2, which gives no figures
+WHOLE, WHOLE_START = (f"{name}, whole sections" for name in (BI, START))  # of whole_sections
 _COSTLY = (CROSS, CDV_FASTTEXT, CDV, CDV_FINETUNE, CDV_JOINT)  # they read pairs, or whole documents
 HELD_OUT, OTHER_NAMES, MEDQUAD = "MIMIC-III", "other names", "MedQuAD"  # tasks; the first stands for the paper's
 HALVES = ("entity alone", "aspect alone")  # of the held-out task's queries
+
+
+def whole_sections(profile: Profile) -> Profile:
+    """The profile with passages as the paper has them: whole sections, of which 512 tokens are read (§4.1, §4.5)."""
+    return replace(profile, capr=replace(profile.capr, passage_words=None, passage_tokens=512))
 
 
 @cache
@@ -114,10 +120,15 @@ def held_out(profile: Profile) -> Task:
 
 @cache
 def other_names(profile: Profile) -> Task:
-    """The harder task on the same notes, of all their labelled passages (passages.other_names_task)."""
+    """The harder task on the same notes, of all their labelled passages (passages.other_names_task).
+
+    Raises DataError where none of their entities has another name."""
     size, pool = profile.capr, _labelled_test_passages(profile)
     graph = pipeline.knowledge_graph(profile)
-    return Task(*other_names_task(pool, graph, size.other_names, size.n_candidates, profile.seed))
+    found = Task(*other_names_task(pool, graph, size.other_names, size.n_candidates, profile.seed))
+    if not len(found.candidates):
+        raise errors.DataError("CAPR: no test passage has an entity with another name; take more notes")
+    return found
 
 
 @cache

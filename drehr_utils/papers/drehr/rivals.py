@@ -28,7 +28,7 @@ CHANCE = "random order"
 def string_scores(profile: Profile, bench: Benchmark) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What strings say, [queries, chunks] each: BM25 of the query, BM25 of it expanded by the graph, and how often one
     of its names in the graph stands in the chunk (hybrid.count_names)."""
-    key = artifacts.digest(string_scores, pipeline.graph_digest(profile), bench.queries, bench.corpus)
+    key = artifacts.digest(string_scores, pipeline.graph_digest(profile), *bench.texts)
 
     def make() -> np.ndarray:
         graph, queries = pipeline.knowledge_graph(profile), list(bench.queries.values())
@@ -51,7 +51,7 @@ def window_scores(
 ) -> np.ndarray:
     """As pipeline.model_scores, of each chunk's best window of `width` words (windows.best_windows)."""
     made_of = model.resolve() if model else pipeline.start_digest(profile)
-    key = artifacts.digest(window_scores, made_of, bench.queries, bench.corpus, width)
+    key = artifacts.digest(window_scores, made_of, *bench.texts, width)
 
     def make() -> np.ndarray:
         encoder = encoders.load_encoder(model) if model else pipeline.starting_encoder(profile)
@@ -84,7 +84,7 @@ def hybrid_grid(profile: Profile, model: Path | None, grid: Sequence[Weights] = 
     """Weights -> the mean on dev of Table 4's six metrics, for an encoder joined with strings and the graph."""
     dev = pipeline.benchmark(profile, "dev")
     join, parts = _joiner(profile, model, dev, any(weights.windows for weights in grid))
-    key = artifacts.digest(hybrid_grid, *parts, grid, dev.qrels)
+    key = artifacts.digest(hybrid_grid, *parts, grid, *dev.texts, dev.qrels, dev.patients)
 
     found = artifacts.cached_file(
         profile.cache / f"scores/hybrid-{key}.npy",

@@ -224,14 +224,14 @@ def first_losses(profile: Profile, recipe: Recipe) -> list[float]:
     class Stop(TrainerCallback):
         def on_log(self, args, state, control, **_):
             self.losses = [row["loss"] for row in state.log_history if "loss" in row]
-            if len(self.losses) == 5:
+            if len(self.losses) >= 5:  # more at once where a checkpoint's steps come back
                 raise Enough
 
     stop = Stop()
     try:
         return _first_five(pipeline.train_recipe(profile, recipe, [stop])[1])
     except Enough:
-        return stop.losses
+        return [round(loss, 5) for loss in stop.losses[:5]]
 
 
 # --- read --------------------------------------------------------------------------------------------------------

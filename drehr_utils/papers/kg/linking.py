@@ -92,7 +92,7 @@ def load_open_linking(path: Path) -> TestSet:
         if not text.strip():
             raise DataError(f"{where} mention: empty")
         if code not in concepts:
-            raise DataError(f"{where} icd10cm_code: {given!r} is no specific code of ICD-10-CM")
+            raise DataError(f"{where} icd10cm_code: no specific code of ICD-10-CM")
         if (key := (text_key(text), code)) in mentions:
             left_out[REPEATED] += 1
         else:
@@ -107,7 +107,7 @@ def mention_kinds(path: Path) -> dict[tuple[str, str], str]:
     Raises DataError (file, row, field) for a missing column and for another kind."""
     found = {}
     for row, where, cells in tab_rows(path, ("mention", "icd10cm_code", "kind")):
-        refuse(where, row, {f"field kind: {cells['kind']!r} is none of {', '.join(KINDS)}": cells["kind"] not in KINDS})
+        refuse(where, row, {f"field kind: none of {', '.join(KINDS)}": cells["kind"] not in KINDS})
         found[text_key(cells["mention"]), cells["icd10cm_code"]] = cells["kind"]
     return found
 

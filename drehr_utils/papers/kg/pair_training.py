@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drehr_utils.config import PairConfig
+from drehr_utils.errors import DataError
 from drehr_utils.papers.kg.tasks import Task, text_key
 from drehr_utils.training.encoders import embed_buckets, token_buckets
 from drehr_utils.training.trainer import train
@@ -39,7 +40,8 @@ def log_probability(S: Tensor, left_out: Tensor | None = None) -> Tensor:
 
 
 def log_probability_as_printed(S: Tensor) -> Tensor:
-    """The equation of §3 letter by letter: a softmax over the pairs' own similarities. Least when all are equal."""
+    """The equation of §3 letter by letter: a softmax over the pairs' own similarities. Its mean is largest where all
+    are equal."""
     return torch.log_softmax(S.diagonal(), dim=0)
 
 
@@ -52,6 +54,8 @@ def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[i
     """Every step's (task, pair) keys: a batch of each task, pairs shuffled anew each epoch of the task.
 
     The first task's epochs and `max_steps` say how many steps there are; a last batch that is not full is dropped."""
+    if not min(sizes):
+        raise DataError("pair training: a task without a pair; check the graph that it is made of")
     batch = [min(config.batch_size, size) for size in sizes]
     steps = max(1, round(config.epochs * (sizes[0] // batch[0])))
     steps = min(steps, config.max_steps) if config.max_steps else steps

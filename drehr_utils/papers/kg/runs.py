@@ -40,12 +40,13 @@ def all_rows(profile: Profile) -> list[str]:
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
     """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
-    plain_rows or share_rows on the test sets alone, one of long_rows on new mentions besides."""
+    plain_rows on the test sets alone, of share_rows and long_rows on new mentions of its task and all codes besides."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
-    if system in (*systems.plain_rows(profile), *systems.share_rows(profile)):
+    if system in systems.plain_rows(profile):
         return {t.name: t for t in found}
-    if system in systems.long_rows(profile):
-        return {t.name: t for t in (*found, systems.own_test(profile, systems.task_of(system)))}
+    if system in (*systems.share_rows(profile), *systems.long_rows(profile)):
+        own = systems.own_test(profile, systems.task_of(system))
+        return {t.name: t for t in (*found, own, systems.all_codes(profile))}
     if system not in systems.tasks(profile):
         return figure2
     own = [systems.own_test(profile, system)]

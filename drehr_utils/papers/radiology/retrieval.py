@@ -49,7 +49,8 @@ def result_rows(
         part, base = (f if f is None or group == "all" else f[f["query_type"] == group] for f in (values, start))
         if len(part):
             frames.append(intervals.result_rows(system, setting, group, part, resampling, base))
-    return pd.concat(frames, ignore_index=True)
+    none = pd.DataFrame(columns=[*intervals.RESULT_COLUMNS, intervals.DIFFERENCE])
+    return pd.concat(frames, ignore_index=True) if frames else none
 
 
 def negative_less_positive(values: pd.DataFrame, resampling: Resampling) -> pd.DataFrame:
@@ -78,6 +79,8 @@ def remembering(encoder: SentenceTransformer) -> Encode:
     known: dict[str, np.ndarray] = {}
 
     def encode(texts: Sequence[str]) -> np.ndarray:
+        if not texts:
+            return np.zeros((0, encoder.get_embedding_dimension()), np.float32)
         if fresh := [text for text in dict.fromkeys(texts) if text not in known]:
             known.update(zip(fresh, encoders.encode(encoder, fresh, bf16=True), strict=True))
         return np.stack([known[text] for text in texts])

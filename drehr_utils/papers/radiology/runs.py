@@ -221,6 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = records.command(__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, metavar="N", help="beside 0")
     options, profile = records.parse(parser, arguments)
+    made = RECORD.read(profile)
+    if len(made) and systems.IU in set(made["tested"]) - set(systems.collections(profile)):
+        parser.error(f"the records have {systems.IU}, which isn't here: ./run_all.sh --public fetches it")
     if options.check:
         records.end_check(stale(profile))
     for training in _of_record(profile, tuple(options.seeds)):

@@ -88,7 +88,8 @@ def mega_batches(entries: int, config: TripletConfig) -> tuple[list[list[int]], 
     """The pools of all epochs, and the steps: batches of (pool, entry) pairs, fixed by the seed.
 
     Entries are shuffled anew each epoch and cut into pools of `mega_batch`, these into batches of `batch_size`; what is
-    left over of fewer than two entries is dropped. Every setting sees the same entries in the same order and steps."""
+    left over of fewer than two entries is dropped. Settings whose pools are whole batches see the same entries in the
+    same order and steps."""
     pools, steps = [], []
     for epoch in range(config.epochs):
         order = np.random.default_rng([config.seed, epoch]).permutation(entries).tolist()

@@ -27,6 +27,15 @@ def test_equal_scores_earn_what_a_random_order_does():
     assert found["MAP"] == pytest.approx(100 * np.mean(expected), abs=1.5)  # the mean of 2,400 draws
 
 
+def test_scores_are_known_by_the_order_of_their_texts(tmp_path, monkeypatch):
+    monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
+    profile = load_profile("smoke")
+    bench = pipeline.benchmark(profile, "dev")
+    turned = replace(bench, corpus=dict(reversed(bench.corpus.items())))
+    for score in (lambda b: pipeline.model_scores(profile, None, b), lambda b: rivals.string_scores(profile, b)[0]):
+        assert np.allclose(score(turned), score(bench)[:, ::-1], atol=1e-5)
+
+
 def test_the_hybrid_takes_the_best_weights_of_the_grid_on_dev(tmp_path, monkeypatch):
     monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
     profile = replace(load_profile("smoke"), max_eval_patients=3)

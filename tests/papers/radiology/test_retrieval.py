@@ -1,12 +1,21 @@
 """Values of queries by hand, judgments that fit their reports and check the labels, coders' headings."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from drehr_utils.config import Resampling
+from drehr_utils.config import MINILM, Resampling
+from drehr_utils.evaluation.intervals import RESULT_COLUMNS
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, label_sentence
 from drehr_utils.papers.radiology.reports import Report, read_judgments
-from drehr_utils.papers.radiology.retrieval import coded_values, judged_task, query_values, result_rows
+from drehr_utils.papers.radiology.retrieval import (
+    coded_values,
+    judged_task,
+    query_values,
+    remembering,
+    result_rows,
+)
+from drehr_utils.training import encoders
 
 
 def test_query_values_by_hand():
@@ -45,6 +54,14 @@ def test_coders_headings_are_turned_round_and_reports_without_text_left_out():
     assert asked["given"] == (["hiatal hernia"], ["Text here."])
     assert set(values["query_id"]) == {"hiatal hernia"} and values["value"].tolist() == [100, 100]
     assert coded_values(reports, 12, lambda *given: np.zeros((1, 1))).equals(values)
+
+
+def test_nothing_asked_gives_no_rows():
+    encode = remembering(encoders.load_encoder(MINILM))
+    assert encode([]).shape == (0, 384)
+    none = pd.DataFrame({"search_id": [], "query_id": [], "query_type": [], "metric": [], "value": []})
+    rows = result_rows("x", "A", none, Resampling(50))
+    assert rows.empty and set(RESULT_COLUMNS) <= set(rows.columns)
 
 
 def test_a_coded_report_scores_as_its_best_sentence():
