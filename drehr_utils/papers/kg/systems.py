@@ -250,8 +250,8 @@ def share_rows(profile: Profile) -> list[str]:
 
 
 def long_rows(profile: Profile) -> list[str]:
-    """The task of the test set's own codes, trained longer; where NAMES is."""
-    return [f"{ICD10} Syn{LONG}"] if NAMES in tasks(profile) else []
+    """The task of the test set's own codes, and all tasks at once, trained longer; where NAMES is."""
+    return [f"{ICD10} Syn{LONG}", COMB + LONG] if NAMES in tasks(profile) else []
 
 
 def task_of(system: str) -> str:
