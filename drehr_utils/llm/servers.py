@@ -73,9 +73,7 @@ class Server:
                 f"the server's host, {match['host']}, is not this machine or a private address (localhost, 127/8, "
                 "10/8, 172.16/12, 192.168/16, *.local)"
             )
-        elif re.search(
-            r"(?i)[:-]cloud\s*\Z", self.model
-        ):  # Ollama on this machine passes what such a model is asked on
+        elif re.search(r"(?i)[:-]cloud\s*\Z", self.model):  # Ollama here passes on what such a model is asked
             elsewhere = f"the model {self.model} runs on Ollama's machines, whatever the server's address"
         if elsewhere and not self.allow_remote:
             raise DataError(

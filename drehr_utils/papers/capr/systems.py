@@ -26,14 +26,6 @@ from drehr_utils.data.notes import clean
 from drehr_utils.evaluation import medquad
 from drehr_utils.evaluation.medquad import MedQuad
 from drehr_utils.papers.capr import models
-from drehr_utils.papers.capr.models import (
-    BiEncoder,
-    ContextualDocumentVectors,
-    CrossEncoder,
-    LongEncoder,
-    PolyEncoder,
-    WordVectors,
-)
 from drehr_utils.papers.capr.passages import (
     Passage,
     medquad_passages,
@@ -174,10 +166,10 @@ def halves(task: Task) -> dict[str, Task]:
 
 
 @cache
-def word_vectors(profile: Profile) -> WordVectors:
+def word_vectors(profile: Profile) -> models.WordVectors:
     """FastText's vectors, learnt from the sentences of the notes that the systems learn from."""
     documents = dict.fromkeys(passage.document for passage in training_passages(profile)[0])
-    return WordVectors([sentence for document in documents for sentence in document], seed=profile.seed)
+    return models.WordVectors([sentence for document in documents for sentence in document], seed=profile.seed)
 
 
 def build(profile: Profile, system: CaprSystem) -> nn.Module:
@@ -190,18 +182,18 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
 
     torch.manual_seed(profile.seed)  # of the weights that start at random
     makers: dict[str, Callable[[], nn.Module]] = {
-        "start": lambda: BiEncoder(start(), **lengths),
-        "bi-shared": lambda: BiEncoder(start(), marks=True, **lengths),
-        "bi": lambda: BiEncoder(start(), start(), **lengths),
-        "bi-dot": lambda: BiEncoder(start(), start(), dot=True, **lengths),
-        "poly": lambda: PolyEncoder(start(), start(), **lengths),
-        "poly-pooled": lambda: PolyEncoder(start(), start(), pooled=True, **lengths),
-        "cross": lambda: CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
-        "cdv": lambda: ContextualDocumentVectors(start(), start()),
-        "cdv-fasttext": lambda: ContextualDocumentVectors(word_vectors(profile), word_vectors(profile)),
-        "cdv-finetune": lambda: ContextualDocumentVectors(start(), start(), frozen=False),
-        "longformer-bi": lambda: LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
-        "longformer-poly": lambda: LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),
+        "start": lambda: models.BiEncoder(start(), **lengths),
+        "bi-shared": lambda: models.BiEncoder(start(), marks=True, **lengths),
+        "bi": lambda: models.BiEncoder(start(), start(), **lengths),
+        "bi-dot": lambda: models.BiEncoder(start(), start(), dot=True, **lengths),
+        "poly": lambda: models.PolyEncoder(start(), start(), **lengths),
+        "poly-pooled": lambda: models.PolyEncoder(start(), start(), pooled=True, **lengths),
+        "cross": lambda: models.CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
+        "cdv": lambda: models.ContextualDocumentVectors(start(), start()),
+        "cdv-fasttext": lambda: models.ContextualDocumentVectors(word_vectors(profile), word_vectors(profile)),
+        "cdv-finetune": lambda: models.ContextualDocumentVectors(start(), start(), frozen=False),
+        "longformer-bi": lambda: models.LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
+        "longformer-poly": lambda: models.LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),
     }
     return makers[system.kind]().to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -280,7 +272,7 @@ def candidate_scores(
     A passage is encoded once, whatever the number of its queries, except by the Cross-encoder."""
     scores = np.empty(candidates.shape, dtype=np.float32)
     with _inference(model):
-        if isinstance(model, CrossEncoder):
+        if isinstance(model, models.CrossEncoder):
             order = np.argsort([len(texts[i].text) for i in candidates.flat], kind="stable")
             for part in tqdm(_blocks(order, block), unit="block"):
                 pairs = [(queries[k // candidates.shape[1]], texts[candidates.flat[k]].text) for k in part]
@@ -328,7 +320,7 @@ def latency(model: nn.Module, query: str, texts: Sequence[Passage], n: int, repe
     Cross-encoder reads them all with the query."""
     rows = np.arange(n) % len(texts)
     with _inference(model):
-        if isinstance(model, CrossEncoder):
+        if isinstance(model, models.CrossEncoder):
             blocks = [[(query, texts[i].text) for i in part] for part in _blocks(rows, 64)]
         elif torch.is_tensor(ready := model.encode_passages(texts[:n])):
             index = faiss.IndexFlatIP(ready.shape[1])
@@ -337,7 +329,7 @@ def latency(model: nn.Module, query: str, texts: Sequence[Passage], n: int, repe
             ready = tuple(part[rows] for part in ready)
 
         def search() -> None:
-            if isinstance(model, CrossEncoder):
+            if isinstance(model, models.CrossEncoder):
                 for pairs in blocks:
                     model.pair_scores(pairs).cpu()
                 return
