@@ -196,13 +196,15 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
     # surrogateescape keeps bytes that are not UTF-8 visible, so that the row that holds them can be named.
     with open_file(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as handle:
         try:
-            reader = csv.reader(handle)
+            reader = csv.reader(handle, strict=True)  # a quote that nothing closes would take in the rows after it
             header = [name.strip().lower() for name in next(reader, [])]
             if missing := ", ".join(name for name in columns if name not in header):
                 known = {*columns, *optional, *_USUAL_COLUMNS} & {*header}
                 said = f"the header: {', '.join(header[:20])}" if header else "the file is empty"
                 if header and not (known and all(map(_COLUMN_NAME.fullmatch, header))):  # it may be a note
-                    said = f"cells in row 1: {len(header)}, not shown, for none has a known column's name"
+                    said = (
+                        f"cells in row 1: {len(header)}, not shown, for none has a known column's name{_remedy(header)}"
+                    )
                 raise DataError(f"{where}, row 1: column {missing} is missing; {said}")
             at = {name: header.index(name) for name in (*columns, *(o for o in optional if o in header))}
             for row, values in enumerate(reader, start=2):
@@ -216,7 +218,14 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
                 if values:
                     yield row, {name: values[i] for name, i in at.items()}
         except (csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{where}, after row {row}: not a readable CSV table ({error})") from None
+            hint = "; quote a text that has quotes, and double them" if isinstance(error, csv.Error) else ""
+            raise DataError(f"{where}, after row {row}: not a readable CSV table ({error}){hint}") from None
+
+
+def _remedy(header: Sequence[str]) -> str:
+    if any("\0" in cell or not is_utf8(cell) for cell in header):
+        return "; save the table as UTF-8"
+    return "; separate cells by commas" if len(header) == 1 and re.search("[;\t|]", header[0]) else ""
 
 
 def refuse(where: str, row: int, wrong: dict[str, bool]) -> None:

@@ -4,12 +4,18 @@ The values are a TOML file's (a profile of one's own) or a variable's of the env
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from drehr_utils.errors import DataError
+
+_NEVER_0 = {
+    "batch_size", "bootstrap_samples", "chunks_per_note", "epochs", "lanes", "max_eval_patients", "max_steps",
+    "max_train_notes", "mega_batch", "positives_per_chunk", "processes", "randomizations", "workers",
+}  # fmt: skip
 
 
 def changed(owner: Any, given: Mapping[str, Any], where: str, folder: Path, at: str = "") -> Any:
@@ -24,6 +30,14 @@ def changed(owner: Any, given: Mapping[str, Any], where: str, folder: Path, at: 
             value, hints[key], getattr(owner, key), f"{where}, field {at}{key}", folder, where, at + key
         )
     return replace(owner, **changes)
+
+
+def _in_range(value: float, place: str, at: str) -> float:
+    """Raises DataError for a number that isn't finite, is negative or, where none is no choice, 0."""
+    if not 0 <= value < math.inf or value == 0 and at.rpartition(".")[2] in _NEVER_0:
+        least = "above 0" if at.rpartition(".")[2] in _NEVER_0 else "of at least 0"
+        raise DataError(f"{place}: {value!r}; give a number {least}")
+    return value
 
 
 def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str, at: str) -> Any:
@@ -50,8 +64,10 @@ def _typed(value: Any, hint: Any, old: Any, place: str, folder: Path, where: str
             return folder / Path(value).expanduser()
     elif kind is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return float(_in_range(value, place, at))
     elif type(value) is kind:
+        if kind is int:
+            _in_range(value, place, at)
         if at.endswith("encoder") and (own := folder / Path(value).expanduser()).is_dir():  # a hub's name, or a folder
             return str(own)
         return value

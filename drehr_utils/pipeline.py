@@ -238,7 +238,7 @@ def trained_model(profile: Profile, system: str) -> tuple[Path, dict[str, pd.Dat
 
 
 def budget(recipe: Recipe, curves: dict[str, pd.DataFrame]) -> int:
-    """How many chunks a training was shown, repeats counted."""
+    """How many chunks each process of a training was shown, repeats counted."""
     return sum(len(curve) * getattr(recipe, stage).batch_size for stage, curve in curves.items())
 
 

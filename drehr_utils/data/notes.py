@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import pandas as pd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8, iter_rows, read_text_lines, short_name
+from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, short_name
 from drehr_utils.profiles import ROOT
 
 CHUNK_WORDS = 100
@@ -48,6 +49,7 @@ class ReadReport:
     rows: int = 0
     kept: int = 0
     skipped: list[tuple[int, str, str]] = field(default_factory=list)  # (row, field, reason)
+    unread: list[str] = field(default_factory=list)  # ids of notes that are there, and aren't text
 
     def frame(self) -> pd.DataFrame:
         """One row for each reason: how many rows it cost, and where the first is."""
@@ -64,6 +66,13 @@ def find_table(folder: Path, *names: str) -> Path | None:
     places = [(sub, end) for sub in ("", "hosp", "note") for end in (".csv.gz", ".csv")]
     paths = (Path(folder) / sub / f"{name}{end}" for name in names for sub, end in places)
     return next((path for path in paths if path.exists()), None)
+
+
+def _no_text(content: str) -> str | None:
+    """Why a note's content is no text; None where it is."""
+    if not is_utf8(content):
+        return "bytes that are not UTF-8"
+    return "NUL characters, as in UTF-16" if "\0" in content else None
 
 
 def read_table(path: Path, columns: Iterable[str]) -> pd.DataFrame:
@@ -105,6 +114,7 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
             if not values[name].strip() or not is_utf8(values[name]):
                 said = "bytes that are not UTF-8" if values[name].strip() else "empty"
                 raise DataError(f"{where}, row {row}, field {name}: {said}; every note needs one")
+            values[name] = values[name].strip()
         values["hadm_id"] = values["hadm_id"].encode("utf-8", "replace").decode()  # then it is no admission's
         note = Note(*(values[column] for column in NOTE_COLUMNS))
         text_digest = hashlib.sha256(note.text.encode("utf-8", "surrogatepass")).digest()
@@ -116,8 +126,9 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
                     "must be unique"
                 )
             report.skipped.append((row, "note_id", "repeats an earlier row"))
-        elif not is_utf8(note.text):
-            report.skipped.append((row, "text", "bytes that are not UTF-8"))
+        elif reason := _no_text(note.text):
+            report.skipped.append((row, "text", reason))
+            report.unread.append(note.note_id)
         elif not clean(note.text):
             report.skipped.append((row, "text", "empty"))
         else:
@@ -133,9 +144,9 @@ def read_any_notes(
 ) -> tuple[list[Note], ReadReport]:
     """Notes of one's own: a folder in MIMIC's layout (see read_notes), a folder of .txt files, or a CSV table.
 
-    A table's columns are named by the other arguments; without an id, row n is `<file>-row-n`, so that two tables may
-    share an index. A text file's id is its path in the folder. What has no patient, as a file right in the folder, is a
-    patient of its own, under the note's id; else its folder is one.
+    A table's columns are named by the other arguments; without an id, row n is `<folder>/<file>-row-n`, so that two
+    tables may share an index. A text file's id is its path in the folder; links are followed. What has no patient, as a
+    file right in the folder, is a patient of its own, under the note's id; else its folder is one.
     Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does, and where the
     id of a note without a patient is a patient's."""
     source = Path(source)
@@ -154,9 +165,11 @@ def read_any_notes(
             owners.add(owner)
         else:
             alone[name] = row
-        if not is_utf8(content) or not clean(content):
-            reason = "empty" if is_utf8(content) else "bytes that are not UTF-8"
+        if reason := _no_text(content):
             report.skipped.append((row, field_name, reason))
+            report.unread.append(name)
+        elif not clean(content):
+            report.skipped.append((row, field_name, "empty"))
         else:
             notes.append(Note(name, owner or name, "", content))
             report.kept += 1
@@ -175,23 +188,41 @@ def _is_model(folder: Path, notes: Path) -> bool:
     return any((place / name).exists() for place in above for name in ("modules.json", "term2CUI.json"))
 
 
+def _text_files(folder: Path) -> list[Path]:
+    """The .txt files below a folder, links followed. Raises DataError for a folder that can't be read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{short_name(Path(error.filename))}/: {error.strerror}; make it readable, or move it out")
+
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [path for name in names if (path := Path(place, name)).suffix.lower() == ".txt" and path.is_file()]
+    return found
+
+
 def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[tuple[int, str, str, str, str]]:
     """Row or number of the file, field or file, note's id, patient (may be empty), text."""
     if source.is_dir():
-        paths = [path for path in source.rglob("*") if path.suffix.lower() == ".txt" and path.is_file()]
+        paths = _text_files(source)
         ours = {folder for folder in {path.parent for path in paths} if _is_model(folder, source)}
         if not (paths := sorted(path for path in paths if path.parent not in ours)):
             raise DataError(f"{source.name}/: no discharge.csv(.gz), no NOTEEVENTS.csv(.gz) and no .txt file is there")
         for row, path in enumerate(paths, 1):
             name = path.relative_to(source).as_posix()
-            content = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+            with naming(path, "make it readable, or move it out"):
+                content = path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
             yield row, name, name, name.rpartition("/")[0], content
     else:
         asked = {"note_id": note_id, "subject_id": patient}
         named = [column for usual, column in asked.items() if column != usual]  # these must be there
         for row, values in iter_rows(source, [text, *named], [note_id, patient]):
-            name = values.get(note_id) or f"{source.name}-row-{row}"
-            yield row, text, name, values.get(patient) or "", values[text]
+            name = values.get(note_id, "").strip() or f"{source.absolute().parent.name}/{source.name}-row-{row}"
+            yield row, text, name, values.get(patient, "").strip(), values[text]
 
 
 def read_real_notes(name: str) -> list[Note]:

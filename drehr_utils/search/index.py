@@ -169,9 +169,15 @@ class NoteIndex:
         return dict(zip(found["note_id"].to_pylist(), found["note_digest"].to_pylist(), strict=True))
 
     def update(
-        self, notes: Sequence[Note], remove_gone: bool = False, progress: bool = True, workers: int = 0
+        self,
+        notes: Sequence[Note],
+        remove_gone: bool = False,
+        progress: bool = True,
+        workers: int = 0,
+        unread: Sequence[str] = (),
     ) -> Update:
-        """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more.
+        """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more but for
+        `unread`, the ids of notes that are there still and couldn't be read.
 
         workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a
         DataError, as is a full disk. What was killed goes on with the next call."""
@@ -186,7 +192,7 @@ class NoteIndex:
                 place = next(place for place, note in enumerate(notes, 1) if at[note.note_id] != place)
                 raise DataError(f"notes: number {place} has an id that comes again; note ids must be unique")
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
-            gone = [note_id for note_id in known if note_id not in digests]
+            gone = sorted(known.keys() - digests.keys() - set(unread))
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:

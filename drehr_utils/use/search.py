@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help a
     from drehr_utils.search.index import Hit
 
 INDEX, MODEL = Path("drehr-index"), Path("drehr-model")
+NAMED = 5  # skipped notes of a kind that are named
 SHIPPED = ROOT / "data/models/drehr-by-windows"  # what a search asks
 IMPROVED = ROOT / "data/models/drehr-improved"  # for whole texts, and what a training goes on from
 
@@ -51,17 +53,25 @@ def hybrid_of(model: str | Path = SHIPPED) -> Hybrid:
     return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
 
 
-def read(options: argparse.Namespace) -> list[Note]:
+def read(options: argparse.Namespace) -> tuple[list[Note], list[str]]:
+    """The notes, and the ids of those that are there and couldn't be read; says which were skipped."""
     notes, report = read_any_notes(options.notes, options.text_column, options.id_column, options.patient_column)
-    for reason, found in report.frame().iloc[1:].groupby("what"):
-        print(f"{reason}: {found['rows'].sum()}, the first in row {found['first at row'].iloc[0]:.0f}", file=sys.stderr)
-    return notes
+    files = options.notes.is_dir() and not find_table(options.notes, "discharge", "NOTEEVENTS")
+    found: dict[str, list[str]] = {}
+    for row, name, reason in report.skipped:
+        found.setdefault(reason, []).append(name if files else f"row {row}")
+    for reason, at in found.items():
+        more = ", ..." if len(at) > NAMED else ""
+        print(f"skipped: {reason}: {len(at)} ({', '.join(at[:NAMED])}{more})", file=sys.stderr)
+    if report.unread:
+        print("save them as UTF-8; until then the index keeps what it has of them", file=sys.stderr)
+    return notes, report.unread
 
 
 def train(options: argparse.Namespace) -> None:
     os.environ["DREHR_LLM_BASE_URL"] = options.llm or ""  # a server that other work names is not asked about notes
     tables = options.notes.is_dir() and find_table(options.notes, "discharge", "NOTEEVENTS")
-    notes = None if tables else read(options)
+    notes = None if tables else read(options)[0]
     from drehr_utils.use import train_search
 
     train_search.train_on(
@@ -72,7 +82,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def make_index(options: argparse.Namespace) -> None:
-    notes = read(options)
+    notes, unread = read(options)
     from drehr_utils.search.index import NoteIndex, is_new
 
     if is_new(options.index):
@@ -86,7 +96,7 @@ def make_index(options: argparse.Namespace) -> None:
         index = NoteIndex.open(options.index)
         if options.no_windows and index.hybrid.weights.windows:
             raise DataError(f"{options.index.name}/: has windows already; name a new folder, or leave --no-windows out")
-    done = index.update(notes, options.remove_gone, workers=options.workers or 0)
+    done = index.update(notes, options.remove_gone, workers=options.workers or 0, unread=unread)
     gone = f", {done.gone} {'removed' if options.remove_gone else 'no longer there: --remove-gone removes them'}"
     print(
         f"{options.index}/: {done.new} notes added, {done.changed} changed, {done.unchanged} as they were"
@@ -135,9 +145,15 @@ def show(hit: Hit, place: int, colour: bool = False) -> str:
     marks = (("\033[1;33m", "\033[0m"), ("\033[2m", "\033[0m")) if colour else (("*", "*"), ("~", "~"))
     named = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in hit.names.items()) or "no name of it"
     head = f"{place:>2}  {hit.score:.3f}  patient {hit.patient}, chunk {hit.chunk_id}: {named}"
-    width = shutil.get_terminal_size((100, 24)).columns - 6
-    text = textwrap.wrap(marked(hit, *marks), width, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join([head, *text])
+    width = max(shutil.get_terminal_size((100, 24)).columns - 6, 20)
+    shown = marked(replace(hit, text=harmless(hit.text)), *marks)
+    text = textwrap.wrap(shown, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([harmless(head), *text])
+
+
+def harmless(text: str) -> str:
+    """With a space for each control character, which a terminal would obey."""
+    return "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,6 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of loading weights; indexing has its own
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model is a folder here, and nobody is told its name
     hide_messages()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding hasn't is no reason to stop
     try:
         options.run(options)
     except DataError as error:

@@ -52,6 +52,10 @@ def train_on(
         raise DataError(f"{out.name}: is a file; name a folder with --out")
     if out.exists() and any(out.iterdir()) and not (out / TRAINING_LOCK).exists():
         raise DataError(f"{out.name}/: isn't empty, and no training of ours; name a new folder with --out")
+    if start.exists() and start.resolve().is_relative_to(out.resolve()):
+        raise DataError(
+            f"{out.name}/: has the model to go on from, which it would replace; name a new folder with --out"
+        )
     before = Hybrid.load(start, KnowledgeGraph())
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     files.keep_private(out)

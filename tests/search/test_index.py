@@ -168,6 +168,8 @@ def test_only_new_and_changed_notes_are_indexed_again(hybrid, tmp_path):
         note(7, "new cough"),
     ]
     assert vars(index.update(later, progress=False)) == {"new": 1, "changed": 2, "unchanged": 2, "gone": 1}
+    unread = {"unread": [first[4].note_id], "remove_gone": True, "progress": False}  # there still, but no text now
+    assert vars(index.update(later, **unread))["gone"] == 0 and first[4].note_id in index.notes()
     assert vars(index.update(later, remove_gone=True, progress=False))["gone"] == 1
     fresh = NoteIndex.create(tmp_path / "fresh", hybrid)
     fresh.update(later, progress=False)

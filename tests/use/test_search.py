@@ -17,7 +17,7 @@ from drehr_utils.data.notes import read_any_notes
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.search.hybrid import Hybrid, Weights
-from drehr_utils.search.index import NoteIndex
+from drehr_utils.search.index import TRAINING_LOCK, Hit, NoteIndex
 from drehr_utils.training.encoders import load_encoder
 from drehr_utils.use import search
 
@@ -55,6 +55,27 @@ def test_three_text_files_two_commands_a_ranked_list(folder, model, tmp_path, ca
     search.main(["query", "sob", "--json", "--patient", "b.txt", *at])
     (hit,) = json.loads(capsys.readouterr().out)["hits"]
     assert hit["text"] == "ankle sprain." and hit["names"] == {} and hit["patient"] == "b.txt"
+
+
+def test_a_notes_control_characters_reach_no_terminal_and_no_letter_stops_it(monkeypatch):
+    text = "chf \x1b]0;owned\x07 ≥ 2, copd"
+    hit = Hit(1.0, 1.0, {"copd": 1}, [(text.index("copd"), len(text))], [False], "p\x1b1", "n", "n_0", text)
+    monkeypatch.setenv("COLUMNS", "6")  # narrower than the margin
+    assert search.show(hit, 1).split() == [*" 1 1.000 patient p 1, chunk n_0: copd chf ]0;owned ≥ 2, *copd*".split()]
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        search.main(["query", "chf", "--index", "no such index"])
+    print("≥", file=out, flush=True)
+    assert out.buffer.getvalue() == b"?\n"
+
+
+def test_a_training_does_not_replace_the_model_that_it_goes_on_from(folder, tmp_path, capsys):
+    (tmp_path / "own/hybrid").mkdir(parents=True)
+    (tmp_path / "own" / TRAINING_LOCK).touch()
+    with pytest.raises(SystemExit, match="1"):
+        search.main(["train", str(folder), "--from", str(tmp_path / "own"), "--out", str(tmp_path / "own")])
+    assert "own/: has the model to go on from, which it would replace" in capsys.readouterr().err
 
 
 def test_an_index_of_an_encoder_has_windows_unless_told(folder, model, tmp_path, capsys):
@@ -134,14 +155,68 @@ def test_a_note_without_a_patient_is_nobody_elses(tmp_path):
         read_any_notes(tmp_path / "mine.csv")
 
 
+def test_spaces_around_an_id_are_no_part_of_it(tmp_path):
+    (tmp_path / "mine.csv").write_text("note_id,subject_id,text\n1, 7,chf\n 2 ,7 ,copd\n3,  ,asthma\n4, ,gout\n")
+    notes, _ = read_any_notes(tmp_path / "mine.csv")
+    assert [(n.note_id, n.subject_id) for n in notes] == [("1", "7"), ("2", "7"), ("3", "3"), ("4", "4")]
+
+
+@pytest.mark.parametrize("rows", ['1,7,"chf\n2,8,"asthma severe"\n3,9,copd\n', '1,7,"chf on lasix\n2,8,diabetes\n'])
+def test_a_quote_that_nothing_closes_takes_in_nobody_elses_note(rows, tmp_path):
+    (tmp_path / "mine.csv").write_text("note_id,subject_id,text\n" + rows)
+    with pytest.raises(DataError, match=r"mine.csv, after row 1: not a readable CSV table .*; quote a text that has"):
+        read_any_notes(tmp_path / "mine.csv")
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"note_id;text\n1;chf\n", "separate cells by commas"),
+        (b"note_id\ttext\n1\tchf\n", "separate cells by commas"),
+        ("note_id,text\n1,chf\n".encode("utf-16"), "save the table as UTF-8"),
+    ],
+)
+def test_a_table_of_another_kind_is_told_what_it_is_to_be(content, said, tmp_path):
+    (tmp_path / "mine.csv").write_bytes(content)
+    with pytest.raises(DataError, match=f"row 1: column text is missing; .*; {said}$"):
+        read_any_notes(tmp_path / "mine.csv")
+
+
+def test_text_files_behind_links_are_read_and_what_is_no_text_is_named(tmp_path):
+    notes, elsewhere = tmp_path / "notes", tmp_path / "elsewhere"
+    for folder in (notes / "p1", elsewhere):
+        folder.mkdir(parents=True)
+    (notes / "p1/a.txt").write_text("chf")
+    (elsewhere / "b.txt").write_text("copd")
+    (notes / "p1/utf16.txt").write_bytes("asthma".encode("utf-16-le"))
+    (notes / "p1/latin.txt").write_bytes("Jos\xe9".encode("latin-1"))
+    (notes / "p2").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(notes)
+    found, report = read_any_notes(notes)
+    assert sorted(n.note_id for n in found) == ["p1/a.txt", "p2/b.txt"]
+    assert report.unread == ["p1/latin.txt", "p1/utf16.txt"]
+    assert {reason for *_, reason in report.skipped} == {"bytes that are not UTF-8", "NUL characters, as in UTF-16"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all")
+def test_what_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "notes/p1").mkdir(parents=True)
+    (tmp_path / "notes/a.txt").write_text("chf")
+    for place, name in ((tmp_path / "notes/p1", "notes/p1/: Permission"), (tmp_path / "notes/a.txt", "a.txt")):
+        place.chmod(0)
+        with pytest.raises(DataError, match=name):
+            read_any_notes(tmp_path / "notes")
+        place.chmod(0o700)
+
+
 def test_a_table_is_read_by_the_columns_that_it_has(tmp_path):
     table = tmp_path / "mine.csv.gz"
     with gzip.open(table, "wt") as file:
         file.write('Text,mrn\n"two\nlines",7\n  ,8\nthird,\n')
     notes, report = read_any_notes(table, patient="mrn")
     assert [(n.note_id, n.subject_id, n.text) for n in notes] == [
-        ("mine.csv.gz-row-2", "7", "two\nlines"),
-        ("mine.csv.gz-row-4", "mine.csv.gz-row-4", "third"),
+        (f"{tmp_path.name}/mine.csv.gz-row-2", "7", "two\nlines"),
+        (f"{tmp_path.name}/mine.csv.gz-row-4", f"{tmp_path.name}/mine.csv.gz-row-4", "third"),
     ]
     assert report.skipped == [(3, "text", "empty")]
     for wrong in ({"text": "words"}, {"patient": "words"}, {"note_id": "words"}):

@@ -1,6 +1,6 @@
 """Records of CAPR's systems: trained as long as judges a claim (profile `full`), committed, and shown by `open`.
 
-    python -m drehr_utils.papers.capr.runs                       # all that it lacks: half an hour of a core each
+    python -m drehr_utils.papers.capr.runs                       # all that it lacks: 6 to 50 minutes of a core each
     python -m drehr_utils.papers.capr.runs --only CAPR-Bi CDV
     python -m drehr_utils.papers.capr.runs --check               # which systems' rows are of another recipe or data
 

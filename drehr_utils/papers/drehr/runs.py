@@ -128,7 +128,8 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     records."""
     recipe, name = ablations.with_seed(systems.rows(profile)[row], seed), slug(row, seed)
     found, candidate = {}, row in recipe_search.trained(profile)
-    guarded = candidate or row in (*systems.table4(profile), systems.BY_WINDOWS) and not systems.is_hybrid(row)
+    guarded = candidate or row in {*systems.table4(profile), systems.BY_WINDOWS, systems.REAL[systems.BY_WINDOWS]}
+    guarded = guarded and not systems.is_hybrid(row)
     for split in SPLITS[: 1 if candidate or row in ablations.departures(profile) else 2]:
         bench = pipeline.benchmark(profile, split)
         scores = systems.scores(profile, row, model, bench)
@@ -144,7 +145,7 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "row": row,
         "seed": seed,
         "steps": {stage: len(curves[stage]) for stage in stages},
-        "chunks": pipeline.budget(recipe, curves),
+        "chunks": profile.processes * pipeline.budget(recipe, curves),
         "minutes": round(sum(stage["minutes"] for stage in made), 1),
         "date": datetime.date.today().isoformat(),
         "machine": machine,
@@ -157,7 +158,10 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
         "guard": transfer_scores(encoders.load_encoder(model)) if guarded else {},
     }
     files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
-    print(f"data/runs/{name}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
+    path = files.short_name(folder(profile) / name)
+    print(f"{path}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
+    if stages and not any(about["dev"].values()):
+        print(f"{path}: no curve on dev, for a notebook had trained it before", file=sys.stderr)
 
 
 def _first_five(curves: dict[str, pd.DataFrame]) -> list[float]:

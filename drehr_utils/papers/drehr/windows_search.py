@@ -60,7 +60,8 @@ def scored(profile: Profile, recipe: Recipe) -> pd.DataFrame:
         how: rivals.mean_of_six(dev, rivals.joined_scores(profile, model, dev, weights))
         for how, weights in SEARCHED.items()
     }
-    return pd.DataFrame([{"steps": len(curves["stage2"]), "chunks": pipeline.budget(recipe, curves)} | found])
+    chunks = profile.processes * pipeline.budget(recipe, curves)
+    return pd.DataFrame([{"steps": len(curves["stage2"]), "chunks": chunks} | found])
 
 
 def stale(profile: Profile) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from drehr_utils import pipeline
 from drehr_utils.config import Resampling, StageConfig
 from drehr_utils.data.notes import Chunk
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals, tables
 from drehr_utils.papers.drehr import ablations, recipe_search, systems
 from drehr_utils.profiles import load_profile
@@ -55,6 +56,13 @@ def test_two_trained_ablations_differ_by_their_sources_only():
     assert [s["config"]["sources"] for s in stage1] == [["string match"], ["string match", "abbreviation", "synonym"]]
     steps = [len((folder / "loss.csv").read_text().splitlines()) for folder in stage2]
     assert steps[0] == steps[1] == 3  # a header and two steps
+
+
+def test_a_recipe_without_a_stage_has_no_ablation_and_says_which_field_it_is():
+    open_ = load_profile("open")
+    for stage, rows in (("stage1", ablations.stage1_ablation), ("stage2", ablations.stage2_ablation)):
+        with pytest.raises(DataError, match=rf"profile open, field published\.{stage}: "):
+            rows(replace(open_, published=replace(open_.published, **{stage: None})))
 
 
 def test_rows_are_cumulative_at_one_budget_and_the_last_is_the_recipe():

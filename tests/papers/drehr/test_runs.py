@@ -60,7 +60,9 @@ def test_a_family_of_rows_has_a_file_of_its_own(smoke):
     rows = ["DR.EHR", "+ String Match", systems.on("DR.EHR", "MiniLM"), systems.with_notes("DR.EHR (hybrid)", 40)]
     files = ["scores.csv.gz", "scores-ablations.csv.gz", "scores-sizes.csv.gz", *2 * ["scores-notes.csv.gz"]]
     rows += [systems.REAL["DR.EHR"], *systems.as_short(smoke), "2. both ways", "DR.EHR (by windows)"]
+    rows += [systems.REAL[systems.BY_WINDOWS], systems.with_notes(systems.HYBRID_BY_WINDOWS, 20)]
     files += [*2 * ["scores-short.csv.gz"], "scores-search.csv.gz", "scores-windows.csv.gz"]
+    files += 2 * ["scores-notes.csv.gz"]
     rows, files = [*rows, *systems.OTHER_GRAPHS], [*files, *3 * ["scores-graphs.csv.gz"]]
     rows, files = [*rows, ablations.DEPARTED_CLS], [*files, "scores-departures.csv.gz"]
     assert [runs.scores_file(smoke, row).name for row in rows] == files
@@ -190,6 +192,8 @@ def test_real_notes_are_cut_as_their_recorded_answers_are_and_leave_out_the_over
     rows = systems.rows(load_profile("full"))  # as many steps as on the open notes alone
     recipe = rows[systems.REAL["DR.EHR"]]
     assert (recipe.stage1.max_steps, recipe.stage2.max_steps) == (510, 510)
+    by_windows = [row for row in rows if row in systems.REAL.values() and "windows" in row]
+    assert len(by_windows) == 2 and {rows[row].stage2.max_steps for row in by_windows} == {612}
 
 
 def test_fewer_notes_are_the_first_of_all_for_as_many_epochs():
@@ -198,8 +202,9 @@ def test_fewer_notes_are_the_first_of_all_for_as_many_epochs():
     for row, recipe in found.items():
         own = pipeline.chunks(systems.profile_of(profile, row))
         assert len({chunk.note_id for chunk in own}) == int(re.search(r"(\d+) notes$", row)[1])
-        assert list(own) == list(whole[: len(own)]) and recipe == profile.improved
-    assert len(found) == 6 and sum(map(systems.is_hybrid, found)) == 3
+        windows = systems.by_windows(profile)[systems.BY_WINDOWS]
+        assert list(own) == list(whole[: len(own)]) and recipe == (windows if "windows" in row else profile.improved)
+    assert len(found) == 12 and sum(map(systems.is_hybrid, found)) == 6
 
 
 def test_short_rows_are_the_long_ones_with_an_epoch_for_each_stage():
