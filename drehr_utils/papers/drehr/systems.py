@@ -29,7 +29,7 @@ REAL = {  # notes; public_data has them
     BY_WINDOWS: "DR.EHR (by windows, open + real)",
     HYBRID_BY_WINDOWS: "DR.EHR (hybrid, by windows, open + real)",
 }
-MAIN = (  # of Table 4's rows those that README shows first
+MAIN = (  # of Table 4's rows those that README shows first, and notebook 08's figure
     "BM25", "BM25 + KG", rivals.NAMES, pipeline.START, "RRF", rivals.WINDOWS, rivals.UNTRAINED_HYBRID,
     rivals.UNTRAINED_WINDOWS, PUBLISHED, WITHOUT_STAGE1, GPU, IMPROVED, rivals.HYBRID, BY_WINDOWS, HYBRID_BY_WINDOWS,
 )  # fmt: skip
