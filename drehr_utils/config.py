@@ -200,5 +200,4 @@ class RadiologySizes:
     mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones
-    iu_steps: int | None = None  # that the model takes which is trained on IU X-ray; None: as the others
     coded_minimum: int = 10  # reports that carry a coders' heading, for it to be a query

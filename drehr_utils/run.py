@@ -37,7 +37,7 @@ _ERROR_MARKER = "papermill-error-cell-tag"
 _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 # What a notebook waits for where it is in the same run: 05's models, 08's Table 4.
-_AFTER = dict.fromkeys(("08", "09", "10", "11", "14"), "05") | {"15": "08"}
+_AFTER = dict.fromkeys(("08", "09", "10", "11", "14", "18"), "05") | {"15": "08"}
 _OPENED = "opened.tsv"
 _LAST = "16"  # reads what all others found
 

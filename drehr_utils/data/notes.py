@@ -18,7 +18,7 @@ from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, short
 from drehr_utils.profiles import ROOT
 
 CHUNK_WORDS = 100
-WINDOW_WORDS = 12  # chosen on dev among 12, 25 and 50 (notebook 08)
+WINDOW_WORDS = 12  # chosen on dev among 12, 25 and 50 (notebook 18)
 OVERLAP_WORDS = 10
 
 NOTE_COLUMNS = ("note_id", "subject_id", "hadm_id", "text")

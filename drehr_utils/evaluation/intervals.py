@@ -19,7 +19,7 @@ topics) there is one level: its clusters are drawn, and its signs flip, as ever.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ import scipy.sparse
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES
-from drehr_utils.evaluation.metrics import of_group
+from drehr_utils.evaluation.metrics import AVERAGE, of_group
 
 Statistic = Callable[[np.ndarray], np.ndarray]  # of sums [..., columns]
 Ids = np.ndarray | None  # of each search's query or patient
@@ -177,6 +177,20 @@ def gain_rows(
         raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
     differences = paired.assign(value=paired["value"] - paired["value of start"])
     return result_rows(name, setting, group, differences, resampling, differences.assign(value=0.0))
+
+
+def row_gains(
+    values: Mapping[str, pd.DataFrame], row: str, rival: str, resampling: Resampling, group: str = "all",
+    settings: Sequence[str] = ("single", "multi"),
+) -> pd.DataFrame:  # fmt: skip
+    """What one row of a table gains on another in each metric but the Average, as gain_rows, with the column `rival`;
+    `values`: the rows' metrics.per_search."""
+    parts = []
+    for setting in settings:
+        pair = [of_group(values[name], setting, group) for name in (row, rival)]
+        pair = [frame[frame["metric"] != AVERAGE] for frame in pair]
+        parts.append(gain_rows(row, setting, group, *pair, resampling))
+    return pd.concat(parts).assign(rival=rival)
 
 
 def evaluate_system(

@@ -3,6 +3,7 @@ turning it back brings the first results again.
 
 python tests/long/knobs.py                    # the last result lies beside it, in JSON, a field at a time
 python tests/long/knobs.py --only seed,kg
+python tests/long/knobs.py --notebooks 08,18  # what moves in these, beside what the last result has of the others
 
 A trial runs the notebooks that the table names for a field and all others that ask the profile for it; the rest can't
 know of it, but for 16, which follows any table of claims. Each runs in a fork of this process, which has the packages
@@ -109,13 +110,13 @@ _ASKED: set[str] = set()
 
 def share_graphs() -> None:
     """Each graph and its matcher is loaded once, here, where every fork finds it; most knobs leave it as it is."""
-    from drehr_utils import pipeline
+    from drehr_utils import corpus, pipeline
     from drehr_utils.knowledge import vocabularies
     from drehr_utils.profiles import load_profile
 
     vocabularies.open_graph = functools.cache(vocabularies.open_graph)
-    matchers, make = {}, pipeline.EntityMatcher
-    pipeline.EntityMatcher = lambda terms: matchers[id(terms)] if id(terms) in matchers else make(terms)
+    matchers, make = {}, corpus.EntityMatcher
+    corpus.EntityMatcher = lambda terms: matchers[id(terms)] if id(terms) in matchers else make(terms)
     terms = pipeline.knowledge_graph(load_profile("smoke")).term2cui
     matchers[id(terms)] = make(terms)
 
@@ -250,7 +251,8 @@ def trial(field: str, known: dict[str, dict]) -> dict:
     """Turns one knob; what moved."""
     began = time.monotonic()
     numbers = contract()[field][0] | {number for number, run in known.items() if field in run["asked"]}
-    numbers = sorted((numbers | ({"14"} if "05" in numbers else set())) - {"16"})  # 14 takes 05's models unasked
+    numbers = (numbers | ({"14"} if "05" in numbers else set())) - {"16"}  # 14 takes 05's models unasked
+    numbers = sorted(numbers & known.keys())
     base = undisturbed(set(numbers), known)
     PROFILE.write_text(f'base = "smoke"\n{VALUES[field]}\n')
     after = run_all(numbers, field)
@@ -268,6 +270,20 @@ def trial(field: str, known: dict[str, dict]) -> dict:
         "tables moved": sorted(tables),
         "seconds": round(time.monotonic() - began),
         "date": datetime.date.today().isoformat(),
+    }
+
+
+def beside(old: dict, tried: dict, known: dict[str, dict]) -> dict:
+    """A trial of some notebooks and what an earlier one, of the date that it keeps, has of the others."""
+    others = {n: count for n, count in old["cells moved"].items() if n not in known}
+    tables = {*old["tables moved"]} - tables_of(known).keys()
+    return old | {
+        "value": tried["value"],
+        "notebooks": sorted({*old["notebooks"], *tried["notebooks"]}),
+        "failed": old["failed"] | tried["failed"],
+        "cells moved": dict(sorted((others | tried["cells moved"]).items())),
+        "tables moved": sorted(tables | {*tried["tables moved"]}),
+        "later": old.get("later", {}) | dict.fromkeys(tried["notebooks"], tried["date"]),
     }
 
 
@@ -312,7 +328,8 @@ def save(result: dict) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(["in_place", *VALUES]), help="fields, and in_place")
+    parser.add_argument("--only", help="fields, and in_place; all, unless said otherwise")
+    parser.add_argument("--notebooks", help="of a field's notebooks these alone")
     args = parser.parse_args()
     fixed = {"PYTHONHASHSEED": "0", "DREHR_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DREHR_PROFILE": str(PROFILE)}
@@ -330,17 +347,21 @@ def main() -> int:
     if not (INPUTS / "bios").exists():
         changed_inputs()
     PROFILE.write_text('base = "smoke"\n')
-    known = run_all(sorted(NOTEBOOKS), "first")
+    some = args.notebooks.split(",") if args.notebooks else []
+    known = run_all(some or sorted(NOTEBOOKS), "first")
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"fields": {}}
-    result["tables"] = sorted(tables_of(known))
-    result["asked"] = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in known.items()}
+    result["tables"] = sorted(tables_of(known).keys() | set(result["tables"] if some else ()))
+    asked_for = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in known.items()}
+    result["asked"] = dict(sorted(((result["asked"] if some else {}) | asked_for).items()))
     result["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    asked = args.only.split(",")
+    concerned = [f for f in VALUES if not some or {*some} & (contract()[f][0] | {n for n in some if f in asked_for[n]})]
+    asked = args.only.split(",") if args.only else concerned if some else ["in_place", *VALUES]
     for field in asked:
         if field == "in_place":
             result[field] = in_place()
         else:
-            result["fields"][field] = trial(field, known) | {"restored": False}  # so far
+            tried = trial(field, known) | {"restored": False}  # so far
+            result["fields"][field] = beside(result["fields"][field], tried, known) if some else tried
         save(result)
         print(f"\n{field}", flush=True)
     fields = [field for field in asked if field != "in_place"]

@@ -3,7 +3,7 @@ published one in its place.
 
     python -m drehr_utils.papers.drehr.windows_search            # the changes that data/runs/windows_search.csv lacks
 
-Each is one training, minutes on a GPU and hours without. Notebook 08 shows the record; test is never read here.
+Each is one training, minutes on a GPU and hours without. Notebook 18 shows the record; test is never read here.
 """
 
 from __future__ import annotations

@@ -64,15 +64,15 @@ def trainings(
     search, check = systems.searched(profile) or ([], [])
     yield from (Training(config.label, FOLDS + "A", config) for config in search)
     found = tried and tried()
-    best = {c: systems.chosen(profile, systems.config_for(profile, c), found) for c in here}
-    yield from (Training(SBERT, c, best[c]) for c in OPEN)
+    best = systems.chosen(profile, sizes.best, found)
+    yield from (Training(SBERT, c, best) for c in OPEN)
     yield from (Training(MLM, c, sizes.mlm) for c in OPEN)
     rows = {c: [systems.chosen(profile, row, found) for row in rows[c]] for c in rows}
     yield from (Training(row.label, FOLDS + "A", row) for row in rows["A"] if row not in search)
     if IU in here:
-        yield Training(SBERT, IU, best[IU])
+        yield Training(SBERT, IU, best)
     yield from (Training(config.label, FOLDS + "A", config) for config in check if config not in rows["A"])
-    yield from (Training(SBERT, c, replace(best[c], seed=seed)) for seed in seeds for c in OPEN)
+    yield from (Training(SBERT, c, replace(best, seed=seed)) for seed in seeds for c in OPEN)
     yield from (Training(row.label, FOLDS + IU, row) for row in rows.get(IU, ()))
 
 

@@ -90,7 +90,7 @@ def _trained(
 
 def sbert(profile: Profile, collection: str, config: TripletConfig | None = None) -> SentenceTransformer:
     """The starting encoder trained with triplets on a collection's entries (§2.3); default: the chosen best row."""
-    config = config or chosen(profile, config_for(profile, collection))
+    config = config or chosen(profile, profile.radiology.best)
     return _trained(profile, "sbert", triplets.train_triplets, training_entries(profile, collection), config)
 
 
@@ -102,12 +102,6 @@ def lm_tuned(profile: Profile, collection: str) -> SentenceTransformer:
 def said_in(profile: Profile, collection: str) -> list[str]:
     """Every sentence of a collection, labelled or not, once."""
     return list(dict.fromkeys(s for report in collections(profile)[collection] for s in report.sentences))
-
-
-def config_for(profile: Profile, collection: str) -> TripletConfig:
-    """Of the model that Tables 2 to 4 train on a collection: IU X-ray's takes as many steps as the profile says."""
-    sizes = profile.radiology
-    return replace(sizes.best, max_steps=sizes.iu_steps or sizes.best.max_steps) if collection == IU else sizes.best
 
 
 # --- Table 1 -----------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def train_triplets(
 ) -> SentenceTransformer:
     """Trains `encoder` in place on the entries with AdamW, warm-up and linear decay (Appendix A); returns it.
 
-    Takes a minute or two, so it keeps no checkpoints: what calls it caches the result."""
+    Takes minutes, on all of IU X-ray an hour of one core, and keeps no checkpoints: what calls it caches the result."""
     data = TripletSet.build(entries)
     pools, steps = mega_batches(len(data), config)
     loss, settings = TripletLoss(data, pools, config), _settings(config, len(steps))

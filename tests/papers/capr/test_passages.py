@@ -24,7 +24,7 @@ from drehr_utils.papers.capr.passages import (
     split_sentences,
 )
 from drehr_utils.papers.capr.report import comparisons, label_counts, mistakes, near, ranked, scores_of, telling
-from drehr_utils.profiles import load_profile
+from drehr_utils.profiles import ROOT, load_profile
 
 FOURTH = """Name:  ___      Unit No:   ___
 
@@ -316,3 +316,17 @@ def test_the_telling_queries_are_the_first_won_and_the_first_lost():
     before, after = (np.array([[h, 1 - h] for h in of], dtype=float) for of in hits.values())
     assert list(telling(data, candidates, before, after).values()) == [1, 3]
     assert list(telling(data, candidates, before, before).values()) == [0]
+
+
+def test_what_was_read_of_mistakes_is_decided_by_two_judges_or_a_third_and_holds_no_answer():
+    read = pd.read_csv(ROOT / "data/capr_mistakes.tsv", sep="\t", keep_default_na=False)
+    assert len(read) == len(read.drop_duplicates(["task", "query_id", "passage_id"])) == 254
+    for label in ("entity", "aspect"):
+        a, b, third, decided = (read[f"{name}{label}"] for name in ("judge_a_", "judge_b_", "judge_c_", ""))
+        assert (decided == a.where(a == b, third)).all() and ((third != "") == (a != b)).all()
+        assert set(decided) == {"same", "related", "other"}
+    profile = load_profile("open")
+    for task, asked in systems.tasks(profile, systems.BI).items():
+        for query, passage in read.loc[read["task"] == task, ["query_id", "passage_id"]].itertuples(index=False):
+            assert passage in asked.data.passages and passage not in asked.data.qrels[query]
+    assert set(read["task"]) == {systems.HELD_OUT, systems.OTHER_NAMES, systems.MEDQUAD}
