@@ -16,8 +16,9 @@ from drehr_utils.evaluation.intervals import (
     gain_rows,
     paired_randomization_test,
     result_rows,
+    row_gains,
 )
-from drehr_utils.evaluation.metrics import means, per_search, single_patient
+from drehr_utils.evaluation.metrics import AVERAGE, means, multi_patient, per_search, single_patient
 from drehr_utils.profiles import ROOT
 from drehr_utils.search.bm25 import BM25
 
@@ -95,6 +96,21 @@ def test_trainings_of_one_row_gain_on_a_rival_that_was_not_trained():
 @pytest.fixture(scope="module")
 def dev():
     return load_benchmark(ROOT / "data/open_cliniq", "dev")
+
+
+def test_a_row_s_gains_are_the_differences_of_the_means_metric_by_metric(dev):
+    texts, queries = list(dev.corpus.values()), list(dev.queries.values())
+    scores = {"BM25": BM25(texts).scores(queries), "chance": np.zeros((len(queries), len(texts)))}
+    values = {row: per_search(dev, of_row) for row, of_row in scores.items()}
+    found = row_gains(values, "BM25", "chance", Resampling(20, 20))
+    assert len(found) == 6 and set(found["rival"]) == {"chance"} and AVERAGE not in set(found["metric"])
+    for setting, measure in (("single", single_patient), ("multi", multi_patient)):
+        expected = means(measure(dev, scores["BM25"])) - means(measure(dev, scores["chance"]))
+        ours = found[found["setting"] == setting].set_index("metric")["ours"]
+        pd.testing.assert_series_equal(ours, expected.drop(AVERAGE), check_names=False)
+    strings = row_gains(values, "BM25", "chance", Resampling(20, 20), "string", ("single",))
+    only = [means(single_patient(dev, scores[row], "string"))["MAP"] for row in ("BM25", "chance")]
+    assert strings.set_index("metric")["ours"]["MAP"] == pytest.approx(only[0] - only[1])
 
 
 def test_bootstrap_against_a_loop_and_theory():

@@ -3,7 +3,7 @@ turning it back brings the first results again.
 
 python tests/long/knobs.py                    # the last result lies beside it, in JSON, a field at a time
 python tests/long/knobs.py --only seed,kg
-python tests/long/knobs.py --notebooks 08,18  # whose cells move, beside what the last result has of the rest
+python tests/long/knobs.py --notebooks 08,18  # these alone, beside what the last result has of the rest
 
 A trial runs the notebooks that the table names for a field and all others that ask the profile for it; the rest can't
 know of it, but for 16, which follows any table of claims. Each runs in a fork of this process, which has the packages
@@ -274,13 +274,15 @@ def trial(field: str, known: dict[str, dict]) -> dict:
 
 
 def beside(old: dict, tried: dict, known: dict[str, dict]) -> dict:
-    """The cells of some notebooks; others', and tables, as an earlier trial has them, whose date it keeps."""
+    """A trial of some notebooks, and of the others what an earlier one has, whose date it keeps."""
     others = {n: count for n, count in old["cells moved"].items() if n not in known}
+    tables = {*old["tables moved"]} - tables_of(known).keys() | {*tried["tables moved"]}
     return old | {
         "value": tried["value"],
         "notebooks": sorted({*old["notebooks"], *tried["notebooks"]}),
         "failed": old["failed"] | tried["failed"],
         "cells moved": dict(sorted((others | tried["cells moved"]).items())),
+        "tables moved": sorted(tables),
         "later": old.get("later", {}) | dict.fromkeys(tried["notebooks"], tried["date"]),
     }
 
@@ -348,7 +350,7 @@ def main() -> int:
     some = args.notebooks.split(",") if args.notebooks else []
     known = run_all(some or sorted(NOTEBOOKS), "first")
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"fields": {}}
-    result["tables"] = result["tables"] if some else sorted(tables_of(known))
+    result["tables"] = sorted(tables_of(known).keys() | set(result["tables"] if some else ()))
     asked_for = {n: sorted(set(run["asked"]) & set(VALUES)) for n, run in known.items()}
     result["asked"] = dict(sorted(((result["asked"] if some else {}) | asked_for).items()))
     result["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
