@@ -23,8 +23,8 @@ from drehr_utils.profiles import ROOT, load_profile
 # recorded answers or records, so a notebook that reads one of them fails. Of dev_search.csv only the header.
 SHARED = ("data/papers.csv", "data/claims.csv", "data/dev_search.csv", "data/models")
 OF_SISTERS = ("data/kg_dev_search.csv", "data/ncbi_disease_digests.tsv", "figures/benchmarks", "data/open_linking")
-OF_SISTERS += ("data/open_cxr",)  # no notes of ours
-NOTEBOOKS = "00,01,02,03,04,05,06,07,08,09,10,11,12,13,14"
+OF_SISTERS += ("data/open_cxr", "data/capr_mistakes.tsv")  # no notes of ours
+NOTEBOOKS = "00,01,02,03,04,05,06,07,08,09,10,11,12,13,14,18"
 STANDS_IN = ("12",)  # HPO and MeSH's diseases, for SNOMED CT and UMLS, which a miniature of MIMIC doesn't have
 PUBLIC = ("08", "13", "14")  # they read public data, which aren't MIMIC's: MedQuAD, IU X-ray
 PROFILE = """
