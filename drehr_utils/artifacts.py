@@ -45,7 +45,7 @@ _loaded: dict[str, str] = {}  # module -> its source when it was loaded: a file 
 class _Remembering(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         _loaded[module.__name__] = Path(self.path).read_text(encoding="utf-8")
-        for known in (_tree, _bindings, _imported, _reachable):
+        for known in (_tree, _tree_digest, _bindings, _imported, _reachable):
             known.cache_clear()  # importlib.reload
         super().exec_module(module)
 
@@ -116,8 +116,13 @@ def _bindings(module: str) -> dict[str, list[ast.stmt]]:
     return found
 
 
+@cache
+def _tree_digest(module: str) -> str:
+    return _sha256(ast.dump(_tree(module)))
+
+
 def _trees(modules: Iterable[str]) -> dict[str, str]:
-    return {module: _sha256(ast.dump(_tree(module))) for module in modules}
+    return {module: _tree_digest(module) for module in modules}
 
 
 def _code(part: Any) -> dict[str, str]:

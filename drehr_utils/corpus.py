@@ -4,6 +4,7 @@ Each is made once and kept on disk; notes, chunks and sets in shards, which are 
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -108,8 +109,11 @@ def chunks(profile: Profile, split: str = "train", stage: str = "") -> Sequence[
 def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
     if profile.bios is not None:
-        return load_bios(profile.bios)
-    return vocabularies.open_graph(ROOT / "data/cache/kg", profile.open_kg)
+        graph = load_bios(profile.bios)
+    else:
+        graph = vocabularies.open_graph(ROOT / "data/cache/kg", profile.open_kg)
+    gc.freeze()  # it lives as long as the process, and each collection would go over its millions of objects again
+    return graph
 
 
 @cache

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import nbformat
 import pyarrow.parquet as pq
+from conftest import tiny_bert
 from mimic4_miniature import write_miniature
 from nbformat.v4 import new_code_cell, new_notebook
 from test_mimic import PROFILE, SHARED, answer
@@ -243,7 +244,7 @@ def plant(root: Path, seed: int | None = None) -> Place:
         (place.checkout / name).symlink_to(ROOT / name)
     place.git("init", "-q")
     made = write_miniature(root / "mimic", plant=place.plant, mark=place.number)
-    place.toml.write_text(PROFILE.format(made=made, cliniq=place.release))
+    place.toml.write_text(PROFILE.format(made=made, cliniq=place.release, encoder=tiny_bert(root / "encoder")))
     place.git("add", "-A")
     place.git("commit", "-qm", "all")
     return place

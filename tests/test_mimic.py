@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from conftest import tiny_bert
 from llm_server import chat_server
 from mimic4_miniature import write_miniature
 
@@ -31,7 +32,7 @@ PROFILE = """
 base = "mimic"
 offline = true
 lanes = 2
-encoder = "minilm"
+encoder = "{encoder}"
 pooling = "none"
 bootstrap_samples = 20
 randomizations = 50
@@ -110,7 +111,7 @@ def ran(tmp_path_factory):
     os.umask(before)  # the notebooks' processes close their files themselves
     profile, small = root / "miniature.toml", load_profile("smoke")
     sizes = "\n".join(f"{name} = {toml(getattr(small, name))}" for name in SISTERS)
-    profile.write_text(sizes + PROFILE.format(made=made, cliniq=cliniq))
+    profile.write_text(sizes + PROFILE.format(made=made, cliniq=cliniq, encoder=tiny_bert(root / "encoder")))
     command = [sys.executable, "-m", "drehr_utils.run", "--profile", str(profile), "--only", NOTEBOOKS]
     with chat_server(answer) as chat:
         own = {"DREHR_ROOT": str(root), "PYTHONPATH": str(ROOT), "DREHR_LLM_BASE_URL": chat.base_url}

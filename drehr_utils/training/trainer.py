@@ -25,6 +25,9 @@ from drehr_utils.training import losses
 from drehr_utils.training.encoders import RECOMPUTED_TOKENS, Rounded, embed_buckets, encode, has_fast_bf16, skip_padding
 from drehr_utils.training.sampling import Collator, PositivePairs, TrainingSet, batch_schedule, deal
 
+# A training that draws fewer of the texts that `keep` holds than this share encodes those alone: seconds for minutes.
+FEW_DRAWS = 0.25
+
 
 def contrastive_loss(
     S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None,
@@ -295,9 +298,12 @@ def train_stage(
     skip_padding(encoder)
     share, most = ranks() if config.gather_negatives else (0, 1), RECOMPUTED_TOKENS if config.recompute else None
     own = {"most": most, "windows": config.windows > 0, "share": share}
+    pairs = PositivePairs(data, config)
     if config.keep:  # what never changes is computed once for the whole training
-        own["before"] = dict(zip(data.other_texts, encode(reference, data.other_texts, bf16=True), strict=True))
+        kept = data.other_texts
+        if len(schedule) * config.batch_size * config.kept_per_chunk < FEW_DRAWS * len(kept):
+            kept = list(dict.fromkeys(text for batch in schedule for key in batch for text in pairs[key].others))
+        own["before"] = dict(zip(kept, encode(reference, kept, bf16=True), strict=True))
     collator = Collator(encoder, data.graph.concepts_of, **own)
     loss = partial(batch_loss, config=config)
-    pairs = PositivePairs(data, config)
     return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)

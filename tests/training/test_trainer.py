@@ -321,6 +321,25 @@ def test_other_kinds_of_text_are_kept_where_the_starting_encoder_puts_them(tmp_p
     assert drift(20.0) < drift(0.0) / 2
 
 
+def test_few_steps_encode_only_the_kept_texts_that_they_draw(tmp_path, monkeypatch):
+    """Of texts of one length, which no padding moves, and with the loss of a training that encodes all."""
+    training_set = replace(data(), other_texts=[f"of {i:03}" for i in range(200)])
+    config = replace(CONFIG, epochs=1, keep=20.0, kept_per_chunk=2)  # 2 steps of 4 chunks: 16 draws
+
+    def run(folder: str) -> tuple[list[float], int]:
+        encoder, reference = (pipeline.starting_encoder(load_profile("smoke")) for _ in range(2))
+        asked = []
+        reference.register_forward_pre_hook(lambda _, inputs: asked.append(len(inputs[0]["input_ids"])))
+        curve = train_stage(encoder, training_set, config, tmp_path / folder, reference=reference, progress=False)
+        return curve["loss"].tolist(), sum(asked)
+
+    few, asked = run("few")
+    monkeypatch.setattr(trainer, "FEW_DRAWS", 0)
+    every, all_asked = run("every")
+    assert 0 < asked <= 16 and all_asked == 200
+    assert few == pytest.approx(every, abs=0.01)
+
+
 def test_mismatched_or_empty_data_is_refused():
     chunks = [Chunk("n_0", "n", "x")]
     with pytest.raises(DataError, match="belong to other chunks"):
