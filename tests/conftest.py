@@ -32,21 +32,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
-def tiny_bert(folder):
-    """A BERT of two tiny layers, whose checkpoints take no second, with the tokenizer at hand."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    from drehr_utils.config import MINILM
-    from drehr_utils.training import encoders
-
-    torch.manual_seed(0)
-    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    BertModel(BertConfig(vocab_size=30522, **size)).save_pretrained(folder)
-    encoders.load_encoder(MINILM).tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
+    from tiny_bert import tiny_bert
+
     return tiny_bert(tmp_path_factory.mktemp("start"))

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import nbformat
 import pyarrow.parquet as pq
-from conftest import tiny_bert
 from mimic4_miniature import write_miniature
 from nbformat.v4 import new_code_cell, new_notebook
 from test_mimic import PROFILE, SHARED, answer
+from tiny_bert import tiny_bert
 
 from drehr_utils.profiles import ROOT
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import tiny_bert
 from llm_server import chat_server
 from mimic4_miniature import write_miniature
+from tiny_bert import tiny_bert
 
 from drehr_utils.data.benchmark import load_benchmark
 from drehr_utils.papers.cliniq import release

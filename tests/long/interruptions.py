@@ -56,7 +56,7 @@ def own_root() -> Iterator[Path]:
         (root / "trial.toml").write_text(PROFILE.format(encoder=root / "encoder", stage=STAGE))
         os.environ |= {"DREHR_ROOT": folder, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         os.environ |= {"HF_HUB_OFFLINE": "1", "DREHR_PROFILE": str(root / "trial.toml")}
-        from conftest import tiny_bert
+        from tiny_bert import tiny_bert
 
         tiny_bert(root / "encoder")
         yield root
