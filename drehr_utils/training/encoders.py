@@ -324,6 +324,10 @@ def save_encoder(encoder: SentenceTransformer, folder: Path) -> None:
     """Saves in sentence-transformers' layout with safetensors, adapters merged, so that any tool loads it."""
     if hasattr(encoder[0].model, "merge_and_unload"):
         encoder[0].model = encoder[0].model.merge_and_unload()
+    if backend := getattr(encoder.tokenizer, "backend_tokenizer", None):
+        # It would be saved as the last texts were cut and padded: in a run that went on at its end there were none.
+        backend.no_padding()
+        backend.no_truncation()
     encoder.save(str(folder), create_model_card=False)
 
 

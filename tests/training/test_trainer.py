@@ -227,6 +227,20 @@ def test_a_saved_model_is_a_sentence_transformers_folder(tmp_path):
     assert loaded.max_seq_length == 512
 
 
+def test_what_an_encoder_read_last_is_not_saved_with_it(start, tmp_path):
+    """A run that was killed at its end and went on has read nothing."""
+    encoder = encoders.load_encoder(start)
+    encoders.save_encoder(encoder, tmp_path / "unread")
+    encoders.encode(encoder, ["htn", "acute on chronic heart failure"])
+    encoder.max_seq_length = 16
+    encoders.encode(encoder, ["htn"])
+    encoder.max_seq_length = 512
+    encoders.save_encoder(encoder, tmp_path / "read")
+    names = sorted(path.name for path in (tmp_path / "unread").iterdir() if path.is_file())
+    assert "tokenizer.json" in names
+    assert all((tmp_path / "read" / n).read_bytes() == (tmp_path / "unread" / n).read_bytes() for n in names)
+
+
 class Dropouts(TrainerCallback):
     """What each dropout of the model is set to while it trains."""
 

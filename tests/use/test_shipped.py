@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils import pipeline
 from drehr_utils.data.benchmark import subset
 from drehr_utils.evaluation import metrics, tables
-from drehr_utils.papers.drehr import rivals, runs
+from drehr_utils.papers.drehr import rivals, runs, systems
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.search.index import NoteIndex
 from drehr_utils.use import search, ship
@@ -48,7 +49,7 @@ def test_the_cards_lines_run_right_after_a_clone(folder, monkeypatch):
 @pytest.fixture(scope="module")
 def bench():
     test = pipeline.benchmark(load_profile("open"), "test")
-    return subset(test, test.patients[:24])
+    return subset(test, test.patients[:12])
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +61,20 @@ def index(bench, tmp_path_factory):
     return index
 
 
+def on_the_card(folder, row, split):
+    (line,) = re.findall(rf"^\| {re.escape(row)}, {split} \|(.*)\|$", (folder / "README.md").read_text(), re.MULTILINE)
+    return [float(cell) for cell in line.split("|")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_the_card_and_table_4_have_the_figures_of_the_shipped_weights(folder):
-    card, table = (folder / "README.md").read_text(), tables.read_table("drehr_table4", tables.FOLDER)
-    for row, values in ship.figures(load_profile("open"), folder, "test").items():
-        (line,) = re.findall(rf"^\| {re.escape(row)}, test \|(.*)\|$", card, re.MULTILINE)
-        assert [float(cell) for cell in line.split("|")] == pytest.approx(values, abs=0.051)
+def test_the_card_has_the_figures_of_the_shipped_weights_and_table_4_nearly_those(folder):
+    """On dev, a third of test's chunks; of test, its first patients below."""
+    table = tables.read_table("drehr_table4", tables.FOLDER)
+    for row, values in ship.figures(load_profile("open"), folder, "dev").items():
+        assert on_the_card(folder, row, "dev") == pytest.approx(values, abs=0.051)
         cells = table[table["system"] == row]  # of the first training; these weights are another machine's
-        assert cells["ours"].to_numpy() == pytest.approx(values, abs=0.5)
+        assert cells["ours"].to_numpy() == pytest.approx(on_the_card(folder, row, "test"), abs=0.5)
 
 
 @pytest.mark.slow
@@ -90,6 +96,13 @@ def test_the_index_gives_the_scores_of_the_benchmarks_own_code(index, bench, set
     profile = load_profile("open")
     patients = {note.note_id: note.subject_id for note in pipeline.notes(profile)[0]}
     scores = rivals.joined_scores(profile, search.SHIPPED, bench, index.hybrid.weights)
+    if setting == "single":  # within a note the rest of the benchmark is of no matter
+        recorded = runs.per_search(profile, systems.HYBRID_BY_WINDOWS)
+        recorded = recorded.query("setting == 'single' and match_type == 'all' and seed == 0")
+        ours = metrics.single_patient(bench, scores)
+        both = ours.merge(recorded, on=["search_id", "metric"])
+        means = both.groupby("metric")[["value_x", "value_y"]].mean()
+        assert len(both) == len(ours) and np.allclose(means["value_x"], means["value_y"], atol=0.5)  # another machine's
     found = list(metrics.rankings(bench, scores, setting))
     for ranked in found[:: len(found) // 40]:
         patient = patients[ranked.search_id.partition("@")[2]] if setting == "single" else None
