@@ -37,3 +37,14 @@ def start(tmp_path_factory):
     from tiny_bert import tiny_bert
 
     return tiny_bert(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture
+def tiny_smoke(monkeypatch, start):
+    """The smoke profile with an encoder that takes no time, for this process."""
+    from dataclasses import replace
+
+    from drehr_utils import profiles
+
+    monkeypatch.setitem(profiles.PROFILES, "smoke", replace(profiles.load_profile("smoke"), encoder=str(start)))
+    return profiles.load_profile("smoke")

@@ -78,8 +78,8 @@ def test_the_card_has_the_figures_of_the_shipped_weights_and_table_4_nearly_thos
 
 
 @pytest.mark.slow
-def test_what_is_shipped_leaves_the_cards_prose_as_it_is(tmp_path):
-    profile, folder = load_profile("smoke"), tmp_path / search.IMPROVED.name
+def test_what_is_shipped_leaves_the_cards_prose_as_it_is(tmp_path, tiny_smoke):
+    profile, folder = tiny_smoke, tmp_path / search.IMPROVED.name
     runs.train(profile, pipeline.IMPROVED)
     folder.mkdir()
     shutil.copy(search.IMPROVED / "README.md", folder)

@@ -43,8 +43,8 @@ def test_departures_differ_by_one_thing_from_ours_an_epoch_a_stage():
 
 
 @pytest.mark.slow
-def test_two_trained_ablations_differ_by_their_sources_only():
-    profile = load_profile("smoke")
+def test_two_trained_ablations_differ_by_their_sources_only(tiny_smoke):
+    profile = tiny_smoke
     rows = ablations.stage1_ablation(profile)
     names = ("+ String Match", "+ KG-Synonym")
     stage2 = [pipeline.train_recipe(profile, rows[name])[0] for name in names]

@@ -38,10 +38,10 @@ def measured_by_ir_measures(bench, path, setting) -> dict[str, dict[str, float]]
 
 
 @pytest.fixture
-def smoke(monkeypatch, tmp_path):
+def smoke(monkeypatch, tmp_path, tiny_smoke):
     """The smoke profile with records of its own; models and the rest stay in its cache."""
     monkeypatch.setattr(runs, "folder", lambda profile: tmp_path / "runs")
-    return load_profile("smoke")
+    return tiny_smoke
 
 
 def test_a_row_of_dev_alone_takes_no_row_of_another_away(smoke):

@@ -23,8 +23,8 @@ def test_each_change_is_one_change_of_the_improved_recipe():
 
 
 @pytest.mark.slow
-def test_a_change_is_trained_scored_on_dev_and_recorded():
-    profile, name = load_profile("smoke"), "windows, half of the similarity"
+def test_a_change_is_trained_scored_on_dev_and_recorded(tiny_smoke):
+    profile, name = tiny_smoke, "windows, half of the similarity"
     committed = windows_search.RECORD.path(load_profile("full")).read_bytes()
     windows_search.main(["--profile", "smoke", "--only", name, "--remake"])
     row = windows_search.RECORD.read(profile).set_index("change").loc[name]
