@@ -42,7 +42,7 @@ save_steps = 1
 encoder = "{encoder}"
 published = {{ stage1 = {stage}, stage2 = {stage} }}
 """
-# In 01's place, where there are few points: it takes a tenth of the time.
+# In 01's place, where there are few points: it takes a third of the time.
 SMALL = """
 import matplotlib.pyplot as plt
 from drehr_utils.data import notes

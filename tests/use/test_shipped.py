@@ -69,7 +69,7 @@ def on_the_card(folder, row, split):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_the_card_has_the_figures_of_the_shipped_weights_and_table_4_nearly_those(folder):
-    """On dev, a third of test's chunks; of test, its first patients below."""
+    """On dev, a third of test's chunks; on test, the one by windows is scored for the first patients, below."""
     table = tables.read_table("drehr_table4", tables.FOLDER)
     for row, values in ship.figures(load_profile("open"), folder, "dev").items():
         assert on_the_card(folder, row, "dev") == pytest.approx(values, abs=0.051)
