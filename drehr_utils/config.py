@@ -181,6 +181,7 @@ class CaprSizes:
     latency_passages: tuple[int, ...] = (16, 64, 256, 1024)
     latency_limit: int = 256  # for the Cross-encoder
     passage_rows: int | None = None  # training passages, the first so many (None: all)
+    word_buckets: int = 2_000_000  # of FastText's n-grams, each a vector: 2.4 GB
 
     def system(self, name: str) -> CaprSystem:
         found = {system.name: system for system in self.systems}

@@ -121,7 +121,7 @@ def contradicted(ours: str) -> bool:
     """Whether a part of what was measured for a claim is significantly the other way (numbers "not judged" aside)."""
     said = ours.partition("not judged")[0]
     counted = re.findall(r"(\d+) (?:significantly the other way|the opposite)", said)
-    return "(opposite)" in said or any(map(int, counted))
+    return bool(re.search(r"\(opposite\)|the other way: (?!none)", said)) or any(map(int, counted))
 
 
 def at_length(found: Judged, steps: int, enough: int, of: str = "steps") -> Judged:

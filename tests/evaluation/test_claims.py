@@ -86,6 +86,8 @@ def test_what_an_untestable_claim_lacks():
         ("1 of 2 rows significantly so, 0 significantly the other way", False),
         ("21 of 24 comparisons have the paper's sign, 10 the opposite (a; b)", True),
         ("MRR +2.4 [+0.5, +4.4] (not significant); MAP +5.5 [+3.9, +7.1] (opposite)", True),
+        ("3 of 4 steps so; the other way: hypernym − related", True),
+        ("4 of 4 steps so; the other way: none", False),
         ("0 of 2 significantly so, 0 significantly the other way; not judged: 4 significantly the other way", False),
     ],
 )

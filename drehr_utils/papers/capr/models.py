@@ -164,13 +164,13 @@ class WordVectors(nn.Module):
     """CDV+FastText's encoder of sentences and queries (CAPR §4.2): the mean of a text's words' vectors, each the mean
     of its n-grams' (Bojanowski et al., 2017), which are learnt from the sentences alone and then stay."""
 
-    def __init__(self, sentences: Sequence[str], dimension: int = 300, epochs: int = 20, seed: int = 0):
+    def __init__(self, sentences: Sequence[str], buckets: int, dimension: int = 300, epochs: int = 20, seed: int = 0):
         from gensim.models import FastText
 
         super().__init__()
         words = [_WORD.findall(sentence) for sentence in sentences]
         how = dict(sg=1, min_count=1, epochs=epochs, seed=seed, workers=1)  # of several no two trainings are the same
-        self.vectors = FastText(words, vector_size=dimension, **how).wv
+        self.vectors = FastText(words, vector_size=dimension, bucket=buckets, **how).wv
 
     def get_embedding_dimension(self) -> int:
         return self.vectors.vector_size

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,7 +170,7 @@ def halves(task: Task) -> dict[str, Task]:
 def word_vectors(profile: Profile) -> models.WordVectors:
     """FastText's vectors, learnt from the sentences of the notes that the systems learn from."""
     documents = dict.fromkeys(passage.document for passage in training_passages(profile)[0])
-    return models.WordVectors([sentence for document in documents for sentence in document], seed=profile.seed)
+    return models.WordVectors(list(chain.from_iterable(documents)), profile.capr.word_buckets, seed=profile.seed)
 
 
 def build(profile: Profile, system: CaprSystem) -> nn.Module:

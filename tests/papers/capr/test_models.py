@@ -124,7 +124,7 @@ def test_the_dot_product_is_of_mean_token_vectors_and_the_ranking_their_cosine(s
 
 def test_word_vectors_are_means_and_know_a_words_parts():
     sentences = ["chest pain at rest", "no chest pain", "fever and chills"] * 20
-    words, again = (WordVectors(sentences, dimension=12, epochs=2, seed=3) for _ in range(2))
+    words, again = (WordVectors(sentences, 1000, dimension=12, epochs=2, seed=3) for _ in range(2))
     found = words(["chest pain", "chest", "pain", "chestpain", " ; "])
     raw = [torch.tensor(words.vectors[word]) for word in ("chest", "pain")]
     torch.testing.assert_close(found[0], nn.functional.normalize(raw[0] + raw[1], dim=0))
