@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,8 @@ _DISK_FAULTS = {
 def disk_fault(error: BaseException) -> str:
     """What is wrong with the disk and what to do, "" for another error. Libraries have their own errors for it, which
     all give the system's number."""
-    number = getattr(error, "errno", 0)
+    full = getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+    number = errno.ENOSPC if full else getattr(error, "errno", 0)
     return next((why for no, why in _DISK_FAULTS.items() if no == number or f"os error {no})" in str(error)), "")
 
 
@@ -176,6 +178,15 @@ def _record(line: str, fields: tuple[str, ...], optional: tuple[str, ...]) -> di
     return record
 
 
+_SAME = str.maketrans({"’": "'", "‘": "'", "‐": "-", "‑": "-", "\u00ad": None, "\u200b": None, "\ufeff": None})
+
+
+def same_characters(text: str) -> str:
+    """The text with the characters that a keyboard has: accents composed (NFC), apostrophes and hyphens plain, without
+    soft hyphens and zero-width spaces. A word processor's texts and a graph's names would not meet otherwise."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text).translate(_SAME)
+
+
 def is_utf8(value: str) -> bool:
     """Whether `iter_rows` could decode the bytes of a value."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
@@ -198,6 +209,8 @@ def iter_rows(path: Path, columns: Iterable[str], optional: Iterable[str] = ()) 
         try:
             reader = csv.reader(handle, strict=True)  # a quote that nothing closes would take in the rows after it
             header = [name.strip().lower() for name in next(reader, [])]
+            if twice := [name for name in (*columns, *optional) if header.count(name) > 1]:
+                raise DataError(f"{where}, row 1: two columns are named {twice[0]}; rename one")
             if missing := ", ".join(name for name in columns if name not in header):
                 known = {*columns, *optional, *_USUAL_COLUMNS} & {*header}
                 said = f"the header: {', '.join(header[:20])}" if header else "the file is empty"

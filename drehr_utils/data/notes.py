@@ -14,7 +14,7 @@ import pandas as pd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, short_name
+from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, same_characters, short_name
 from drehr_utils.profiles import ROOT
 
 CHUNK_WORDS = 100
@@ -68,6 +68,11 @@ def find_table(folder: Path, *names: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
+def admission_id(value: str) -> str:
+    """A cell's hadm_id, which pandas writes as 20000001.0 where the column has gaps."""
+    return value.strip().removesuffix(".0")
+
+
 def _no_text(content: str) -> str | None:
     """Why a note's content is no text; None where it is."""
     if not is_utf8(content):
@@ -115,7 +120,7 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
                 said = "bytes that are not UTF-8" if values[name].strip() else "empty"
                 raise DataError(f"{where}, row {row}, field {name}: {said}; every note needs one")
             values[name] = values[name].strip()
-        values["hadm_id"] = values["hadm_id"].encode("utf-8", "replace").decode()  # then it is no admission's
+        values["hadm_id"] = admission_id(values["hadm_id"]).encode("utf-8", "replace").decode()  # then no admission's
         note = Note(*(values[column] for column in NOTE_COLUMNS))
         text_digest = hashlib.sha256(note.text.encode("utf-8", "surrogatepass")).digest()
         if note.note_id in seen:
@@ -171,7 +176,7 @@ def read_any_notes(
         elif not clean(content):
             report.skipped.append((row, field_name, "empty"))
         else:
-            notes.append(Note(name, owner or name, "", content))
+            notes.append(Note(name, owner or name, "", same_characters(content)))
             report.kept += 1
     if taken := owners & alone.keys():  # two people's notes would be one's
         row = min(alone[name] for name in taken)
@@ -205,6 +210,9 @@ def _text_files(folder: Path) -> list[Path]:
     return found
 
 
+_MISSING = {"na", "n/a", "nan", "none", "null", "\\n"}  # as R, pandas and databases write what isn't there
+
+
 def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[tuple[int, str, str, str, str]]:
     """Row or number of the file, field or file, note's id, patient (may be empty), text."""
     if source.is_dir():
@@ -221,6 +229,7 @@ def _own_rows(source: Path, text: str, note_id: str, patient: str) -> Iterator[t
         asked = {"note_id": note_id, "subject_id": patient}
         named = [column for usual, column in asked.items() if column != usual]  # these must be there
         for row, values in iter_rows(source, [text, *named], [note_id, patient]):
+            values = {name: "" if value.strip().lower() in _MISSING else value for name, value in values.items()}
             name = values.get(note_id, "").strip() or f"{source.absolute().parent.name}/{source.name}-row-{row}"
             yield row, text, name, values.get(patient, "").strip(), values[text]
 
@@ -234,8 +243,8 @@ def read_real_notes(name: str) -> list[Note]:
     return [Note(i, i, i, text) for i, text in table.itertuples(index=False) if (name, i) not in overlap]
 
 
-# Masks, runs of underscores, repeated punctuation
-_NOISE = (re.compile(r"\[\*\*.*?\*\*\]", re.DOTALL), re.compile(r"_{2,}"), re.compile(r"([^\w\s])\1+"))
+# Masks (of one that is never closed its opening alone), runs of underscores, repeated punctuation
+_NOISE = (re.compile(r"\[\*\*(?:(?!\[\*\*).)*?\*\*\]", re.DOTALL), re.compile(r"_{2,}"), re.compile(r"([^\w\s])\1+"))
 
 
 def clean(text: str) -> str:

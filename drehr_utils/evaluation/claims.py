@@ -86,6 +86,8 @@ def judge(rows: pd.DataFrame, sign: int | Sequence[int] = 1, budget: str = "", e
 
 def judge_most(rows: pd.DataFrame, sign: int = 1, budget: str = "", each: str = "") -> Judged:
     """The verdict on the claim that most of the differences `rows` are above 0: a sign test (two-sided, exact)."""
+    if rows["ours"].isna().any():
+        return Judged(NOT_TESTABLE, "not measured", budget)
     up, n = int((rows["ours"] * sign > 0).sum()), int((rows["ours"] != 0).sum())
     p = scipy.stats.binomtest(up, n).pvalue if n else 1.0
     said = NOT_SHOWN if p >= SIGNIFICANT else HOLDS if 2 * up > n else REVERSED

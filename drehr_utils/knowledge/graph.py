@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from drehr_utils.errors import DataError
-from drehr_utils.files import naming, read_text_lines
+from drehr_utils.files import naming, read_text_lines, same_characters
 
 OPTIONAL_FILES = ("abbreviations", "types", "sources")  # ours: BIOS has no such files
 JSON_FILES = {"term2CUI": "term2cui", "CUI2term": "cui2terms", "CUI2pt": "cui2pt"}  # and KnowledgeGraph's fields
@@ -22,7 +22,7 @@ BIOS_HINT = "BIOS (Yu et al., 2022) has such a file; build_open_kg with save_bio
 
 def normalize_term(term: str) -> str:
     """Lower case, white space folded: the form in which terms are stored and matched."""
-    return " ".join(term.lower().split())
+    return " ".join(same_characters(term).lower().split())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from drehr_utils.errors import DataError
 from drehr_utils.llm.answers import Answers, AnswerStore
-from drehr_utils.llm.prompts import Request
+from drehr_utils.llm.prompts import Request, without_thinking
 from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
@@ -130,7 +130,7 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
                 in_a_row = 0
                 answers.prompt_tokens += answer["prompt_tokens"] or 0
                 answers.completion_tokens += answer["completion_tokens"] or 0
-                if not answer["answer"].strip():
+                if not without_thinking(answer["answer"]):  # which a longer answer, or another attempt, may get over
                     fail("empty answer")
                 elif len(answer["answer"]) > LONGEST_TOKEN * server.max_tokens:
                     fail("endless answer")

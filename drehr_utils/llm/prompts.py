@@ -109,6 +109,12 @@ def estimated_tokens(requests: Iterable[Request]) -> int:
 
 # --- parsers: total, they raise on no string -------------------------------------------------------------------------
 
+
+def without_thinking(answer: str) -> str:
+    """The answer after the last `</think>`, without one that was never closed."""
+    return answer.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
 # Some chat templates open the thinking themselves, so that the answer holds only its end.
 _THINKING = re.compile(r"(?:\A|<think>).*?</think>|<think>.*", re.DOTALL)
 _NOTHING = re.compile(r"[\s\"'`*.•-]*(?:n/?a|none|nil|nothing)[\s\"'`*.]*", re.IGNORECASE)

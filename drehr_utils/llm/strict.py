@@ -97,8 +97,3 @@ def unanswered(requests: Iterable[Request], store: Path) -> list[Request]:
     """Those of the requests that the store doesn't answer yet: what a first attempt would send."""
     known = AnswerStore(store)
     return [request for request in requests if known.find(request)[1] is None]
-
-
-def without_thinking(answer: str) -> str:
-    """The answer after the last `</think>`, without one that was never closed."""
-    return answer.rpartition("</think>")[2].partition("<think>")[0].strip()

@@ -326,6 +326,7 @@ class NoteIndex:
         Raises DataError for an empty query, an empty index, a patient without notes, or an index that can't be read."""
         if not query.strip():
             raise DataError("the query is empty; give a term, as in 'shortness of breath'")
+        query = files.same_characters(query)
         vector = self.hybrid.embed_queries([query])
         for _ in range(TRIES):
             try:
@@ -344,7 +345,8 @@ class NoteIndex:
             raise DataError(f"{self.folder.name}/: the index is empty; run `drehr-search index NOTES`")
         names = sorted(names_of(query, self.hybrid.graph))
         expanded = expand_query(query, self.hybrid.graph)
-        found = self._candidates(vector[0], expanded, names) if patient is None else self.of_patient(patient)
+        depth = max(self.depth, top)
+        found = self._candidates(vector[0], expanded, names, depth) if patient is None else self.of_patient(patient)
         texts = found["text"].to_pylist()
         vectors = found["vector"].combine_chunks().flatten().to_numpy().reshape(len(texts), -1)
         similarity = dense_scores(vector, vectors)[0]
@@ -373,21 +375,21 @@ class NoteIndex:
             raise DataError(f"{self.folder.name}/: no note of patient {patient!r} is in the index")
         return found
 
-    def nearest(self, vector: np.ndarray):
+    def nearest(self, vector: np.ndarray, depth: int | None = None):
         """The search for the `depth` nearest rows by cosine, exact up to EXACT_UP_TO rows: LanceDB's query builder."""
-        search = self.table.search(vector).distance_type("cosine").limit(self.depth)
-        return search.nprobes(PROBES).refine_factor(max(REFINED // self.depth, 1))
+        search = self.table.search(vector).distance_type("cosine").limit(depth := depth or self.depth)
+        return search.nprobes(PROBES).refine_factor(max(REFINED // depth, 1))
 
-    def _candidates(self, vector: np.ndarray, expanded: str, names: Sequence[str]) -> pa.Table:
-        """What is nearest, what has words of the expanded query, and what has all words of a name."""
+    def _candidates(self, vector: np.ndarray, expanded: str, names: Sequence[str], depth: int) -> pa.Table:
+        """What is nearest, what has words of the expanded query, and what has all words of a name: `depth` of each."""
         from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur
 
         whole = [(Occur.SHOULD, MatchQuery(name, "text", operator=FullTextOperator.AND)) for name in names]
-        searches = [(self.nearest(vector), "_distance")]
+        searches = [(self.nearest(vector, depth), "_distance")]
         for query in (MatchQuery(expanded, "text"), BooleanQuery(whole)):
             searches.append((self.table.search(query, query_type="fts"), "_score"))
         columns = [name for name in self.table.schema.names if name in (*_TEXTS, "vector", "windows")]
-        parts = [search.limit(self.depth).select([*columns, score]).to_arrow() for search, score in searches]
+        parts = [search.limit(depth).select([*columns, score]).to_arrow() for search, score in searches]
         found = pa.concat_tables([part.select(columns) for part in parts])
         _, first = np.unique(found["id"].to_numpy(zero_copy_only=False), return_index=True)
         return found.take(first)

@@ -31,7 +31,9 @@ _BARE_PATH = re.compile(r"(?<![\w.~/\"'])(?:~|\.\.)?/[\w./~-]+")
 _ELSEWHERE = re.compile(  # where a path may come from, unseen, or the notes' text itself
     r"\bPath\.home\(|\b(environ|getenv|expandvars|expanduser)\b|%env\b|\binput\(|\bPath\([\"']/[\"']\)|"
     r"\b(r?glob|walk|listdir|scandir|cwd|getcwd|chdir)\(|[\"']drehr-search\b|\bsearch\.main\(|\buse\.search\b|"
-    r"\buse import search as\b"
+    r"\buse import search as\b|\bsys\.(argv|stdin)\b|"
+    # a database or a server
+    r"\bread_(sql|gbq)|\bcreate_engine\(|\bconnect\(|\bbigquery\b|\burlopen\(|\brequests\.|\w\([rf]*[\"']\w+://"
 )
 _IN_SHELL = re.compile(r"\$\{?\w|drehr-search")  # a variable's value is unseen
 _PLACEHOLDER = re.compile(r"[*?\[{%]")  # in a path: of glob, of a format

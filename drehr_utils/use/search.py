@@ -15,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import sys
 import textwrap
 import unicodedata
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from drehr_utils.data.notes import Note, find_table, read_any_notes
 from drehr_utils.errors import DataError
-from drehr_utils.files import hide_messages, is_utf8
+from drehr_utils.files import disk_fault, hide_messages, is_utf8
 from drehr_utils.profiles import ROOT, load_profile
 
 if TYPE_CHECKING:  # what stands below imports torch where it needs it: --help and a wrong path are answered at once
@@ -111,7 +112,7 @@ def ask(options: argparse.Namespace) -> None:
     if options.query is None and sys.stdin.isatty():
         print("One query a line; an empty line ends.", file=sys.stderr)
     for query in [options.query] if options.query is not None else _lines():
-        if not is_utf8(query):
+        if not is_utf8(query + (options.patient or "")):
             raise DataError("a query has bytes that are not UTF-8; set the terminal to UTF-8, or convert them")
         hits = index.search(query, options.top, options.patient)
         if options.json:
@@ -124,8 +125,8 @@ def _lines() -> Iterator[str]:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments; `ask` says what is wrong
     for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
+        if query := line.removeprefix("\ufeff").strip():  # a file that Windows saved begins with it
+            yield query
         elif sys.stdin.isatty():
             return
 
@@ -154,6 +155,17 @@ def show(hit: Hit, place: int, colour: bool = False) -> str:
 def harmless(text: str) -> str:
     """With a space for each control character, which a terminal would obey."""
     return "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
+
+
+def _at_fault(error: OSError | sqlite3.OperationalError, options: argparse.Namespace) -> str:
+    """Which of the folders that were given can't be read or written and what to do, "" where that isn't known."""
+    if isinstance(error, PermissionError):
+        given = (getattr(options, name, None) for name in ("index", "out", "notes"))
+        found = (folder for folder in given if folder and Path(str(error.filename)).is_relative_to(folder))
+        return next(
+            (f"{folder}: {error.strerror} (another user's?); name another, or get its rights" for folder in found), ""
+        )
+    return disk_fault(error)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -187,7 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
     answers.add_argument("--answers", type=Path, metavar="FILE", help="a language model's entities, as JSON lines "
                          "(data/README.md); without them, what the graph finds in the notes")  # fmt: skip
     answers.add_argument("--llm", metavar="URL", help="ask a server for them: http://localhost:8000/v1, with its model "
-                         "in DREHR_LLM_MODEL; one outside of this machine's network is refused")  # fmt: skip
+                         "in DREHR_LLM_MODEL; one outside of this machine's network is refused, unless "
+                         "DREHR_LLM_ALLOW_REMOTE allows it in so many words")  # fmt: skip
     for command in (index, query):
         command.add_argument("--index", type=Path, default=INDEX, metavar="FOLDER", help=f"({INDEX})")
     for command in (index, own):
@@ -209,6 +222,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(1, f"drehr-search: {error}\n")
     except BrokenPipeError:  # of `| head`
         os._exit(141)
+    except (OSError, sqlite3.OperationalError) as error:  # its own message may name a note's file
+        if not (why := _at_fault(error, options)):
+            raise
+        parser.exit(1, f"drehr-search: {why}, then run this again\n")
     except KeyboardInterrupt:
         parser.exit(130, "\ndrehr-search: stopped\n")
 

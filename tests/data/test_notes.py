@@ -55,6 +55,24 @@ def test_cleaning_by_hand():
         == "seen by dr. on ; bp 120/80 a-b c."
     )
     assert clean("snake_case __x__ .. ...") == "snake_case x"
+    assert clean("Pain [** see addendum. PE on CT. Seen by Dr. [**Last Name**] today") == (
+        "pain [ see addendum. pe on ct. seen by dr. today"  # a mask that is never closed takes no words along
+    )
+
+
+def test_what_r_pandas_and_databases_write_for_nothing_is_no_patient_id_or_text(tmp_path):
+    rows = ["id,subject_id,text", "1,NULL,gout", "2,null,asthma", "NA,7,Crohn’s", "4,nan,NaN", "5,\\N,N/A of the hip"]
+    (tmp_path / "notes.csv").write_text("\n".join(rows), encoding="utf-8")
+    notes, report = read_any_notes(tmp_path / "notes.csv", note_id="id")
+    of_row = f"{tmp_path.name}/notes.csv-row-4"
+    assert [(n.note_id, n.subject_id) for n in notes] == [("1", "1"), ("2", "2"), (of_row, "7"), ("5", "5")]
+    assert report.skipped == [(5, "text", "empty")] and notes[2].text == "Crohn's"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    (tmp_path / "notes.csv").write_text("TEXT,note_id,text\nraw,1,cleaned\n")
+    with pytest.raises(DataError, match="row 1: two columns are named text"):
+        read_any_notes(tmp_path / "notes.csv")
 
 
 @pytest.mark.parametrize("size", [1, 99, 100, 101, 190, 191, 280, 50_000])
@@ -117,7 +135,7 @@ def test_a_cut_row_a_missing_id_and_a_damaged_gzip(tmp_path):
 def test_mimic3s_layout_is_read_too(tmp_path):
     (tmp_path / "NOTEEVENTS.csv").write_text(
         '"ROW_ID","SUBJECT_ID","HADM_ID","CHARTDATE","CATEGORY","DESCRIPTION","TEXT"\n'
-        '7,1,2,2101-01-01,"Discharge summary","Report","Admission Date: [**2101-1-1**]\nCHF"\n'
+        '7,1,2.0,2101-01-01,"Discharge summary","Report","Admission Date: [**2101-1-1**]\nCHF"\n'
         '8,1,2,2101-01-01,"Radiology","CHEST","no effusion"\n'
     )
     notes, report = read_notes(tmp_path)

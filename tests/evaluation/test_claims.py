@@ -51,6 +51,7 @@ def test_a_claim_of_most_is_a_sign_test():
     assert nine.verdict == claims.NOT_SHOWN and "p 0.0215" in nine.ours and nine.p == pytest.approx(22 / 1024)
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20)).verdict == claims.HOLDS
     assert claims.judge_most(_rows(*[(1.0, 0.5)] * 20), -1).verdict == claims.REVERSED
+    assert claims.judge_most(_rows(*[(np.nan, np.nan)] * 20)).verdict == claims.NOT_TESTABLE
 
 
 def test_rows_of_means_draw_patients():

@@ -452,19 +452,20 @@ def test_failures_are_counted_not_stored_and_the_run_goes_on(tmp_path):
         7: (200, completion("  \n")),
         8: (200, {"choices": []}),
         9: (500, {}),
+        10: (200, completion("<think>\nThe note says that", finish_reason="length")),
     }
     store = tmp_path / "s.sqlite"
     with serving(lambda n, body: replies.get(n, (200, completion("- x")))) as server:
-        answers = ask(drugs(12), server, store, concurrency=1)
-    assert (answers.asked, answers.failed, answers.truncated) == (4, 8, 1)
-    assert answers.errors["HTTP 400"] == 1 and answers.errors["empty answer"] == 3 and answers.errors["HTTP 500"] == 1
+        answers = ask(drugs(13), server, store, concurrency=1)
+    assert (answers.asked, answers.failed, answers.truncated) == (4, 9, 1)
+    assert answers.errors["HTTP 400"] == 1 and answers.errors["empty answer"] == 4 and answers.errors["HTTP 500"] == 1
     assert answers.errors.total() == answers.failed
     assert answers.texts[drugs(6)[5].key] == "- aspirin"  # half a name is no name
     assert len(rows(store)) == 4
     assert "failed: HTTP 400" in set(answers.report()["what"])
     with serving() as server:
-        again = ask(drugs(12), server, store)
-    assert (again.stored, again.asked, again.truncated) == (4, 8, 1)
+        again = ask(drugs(13), server, store)
+    assert (again.stored, again.asked, again.truncated) == (4, 9, 1)
     assert again.texts[drugs(6)[5].key] == "- aspirin"
 
 

@@ -78,6 +78,8 @@ def test_ones_own_notes_in_an_open_notebook(tmp_path):
         f"open(f'{tmp_path}/notes/{{i}}.txt')", f"open('{tmp_path}/notes/%s.txt' % i)", f"glob('{tmp_path}/notes/*')",
         "!head $NOTES/1.txt", "os.path.expandvars(where)", "%env NOTES", "from os import environ\nenviron['NOTES']",
         'subprocess.run(["drehr-search", "query", "pain"])', 'use.search.main(["query", "pain"])',
+        'pd.read_sql("select text from noteevents", "postgresql://localhost/mimic")', "open(sys.argv[1])",
+        "bigquery.Client().query(sql)", 'pd.read_csv("https://intranet.hospital/notes.csv")',
         "load_profile('gone.toml')", 'open("../data/cache")', f'notes = f"""{tmp_path}/notes"""',
     ):  # fmt: skip
         (ROOT / "data/cache").mkdir(exist_ok=True)

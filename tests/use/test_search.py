@@ -131,7 +131,9 @@ def test_queries_come_from_stdin_too(folder, model, tmp_path, capsys, monkeypatc
     at = ["--index", str(tmp_path / "index")]
     search.main(["index", str(folder), "--model", str(model), *at])
     capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"sob\n\nknee\nM\xfcller\n"), encoding="utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfsob\r\n\nknee\nM\xfcller\n"), encoding="utf-8")
+    )
     with pytest.raises(SystemExit):
         search.main(["query", "--json", *at])
     said = capsys.readouterr()

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from drehr_utils.data.notes import find_table, iter_rows, read_table
+from drehr_utils.data.notes import admission_id, find_table, iter_rows, read_table
 from drehr_utils.errors import DataError
 from drehr_utils.files import is_utf8, naming, refuse
-from drehr_utils.llm.prompts import PROMPTS, Request
+from drehr_utils.llm.prompts import PROMPTS, Request, without_thinking
 from drehr_utils.llm.servers import Server
-from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
+from drehr_utils.llm.strict import AskReport, ask_strictly
 
 KINDS = ("diagnosis", "procedure", "drug")
 CURATION_COLUMNS = ("kind", "code_or_order", "query")
@@ -73,6 +73,7 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
     ):
         path = _table(folder, f"{kind}_icd")
         for row, hadm_id, code in _codes(path, "hadm_id"):
+            hadm_id = admission_id(hadm_id)
             if hadm_id in wanted and code.code:
                 is_none = not patterns[code.version].fullmatch(code.code)
                 refuse(path.name, row, {f"field icd code: {code.code!r} is no ICD-{code.version} code": is_none})
@@ -82,7 +83,7 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
         titles.update((code, title) for _, title, code in _codes(_table(folder, f"d_icd_{kind}"), "long_title"))
     path = _table(folder, "prescriptions")
     for row, values in iter_rows(path, ("hadm_id", "drug")):
-        hadm_id, order = values["hadm_id"], " ".join(values["drug"].split())
+        hadm_id, order = admission_id(values["hadm_id"]), " ".join(values["drug"].split())
         if hadm_id in wanted and order:
             refuse(path.name, row, {"field drug: bytes that are not UTF-8": not is_utf8(order)})
             read.drugs.setdefault(hadm_id, []).append(order)

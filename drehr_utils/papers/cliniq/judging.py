@@ -19,9 +19,9 @@ from drehr_utils.config import CliniqSizes
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark
 from drehr_utils.errors import DataError
 from drehr_utils.files import refuse, tab_rows
-from drehr_utils.llm.prompts import PROMPTS, Request
+from drehr_utils.llm.prompts import PROMPTS, Request, without_thinking
 from drehr_utils.llm.servers import Server
-from drehr_utils.llm.strict import AskReport, ask_strictly, without_thinking
+from drehr_utils.llm.strict import AskReport, ask_strictly
 from drehr_utils.search.hybrid import count_names
 
 NOT_RELEVANT = "not relevant"

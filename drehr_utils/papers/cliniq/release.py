@@ -28,6 +28,7 @@ import argparse
 import hashlib
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, subset
-from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, find_table, iter_rows
+from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, admission_id, find_table, iter_rows
 from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
@@ -153,7 +154,7 @@ def _note_events(folder: Path) -> Path:
 def _summaries(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     for row, values in iter_rows(path, ("row_id", "subject_id", "hadm_id", "category", "text")):
         if values["category"].strip().lower() == "discharge summary":
-            yield row, values | {"hadm_id": values["hadm_id"].strip().removesuffix(".0")}
+            yield row, values | {"hadm_id": admission_id(values["hadm_id"])}
 
 
 def read_first_summaries(folder: Path, hadm_ids: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -262,6 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts, origin = divide(benchmark, given.dev_share), origins(release)
         with naming(given.out, "give another folder as --out"):
             keep_private(given.out)
+            write_atomically(given.out / ".gitignore", b"*\n")
+            for split in {"dev", "test"} - parts.keys():  # of an earlier division, whose patients are elsewhere now
+                shutil.rmtree(given.out / split, ignore_errors=True)
             for split, part in parts.items():
                 of_part = {pair: whose for pair, whose in origin.items() if pair[1] in part.corpus}
                 save_benchmark(part, given.out, split, of_part)

@@ -50,7 +50,9 @@ def run(release, mimic, out, *more):
 
 
 def test_one_command_gives_a_benchmark_that_the_loader_reads(folders, capsys):
+    (folders[2] / "dev").mkdir(parents=True)  # of an earlier division, by another share
     assert run(*folders) == 0
+    assert not (folders[2] / "dev").exists() and (folders[2] / ".gitignore").read_text() == "*\n"
     benchmark = load_benchmark(folders[2], "test")
     assert [p.note_id for p in benchmark.patients] == ["101", "102"]  # NOTEEVENTS' order, as the authors' script has it
     assert len(benchmark.patients[1].chunk_ids) == len(release_chunks(release_clean(OTHER))) == 2
