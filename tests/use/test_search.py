@@ -143,6 +143,19 @@ def test_queries_come_from_stdin_too(folder, model, tmp_path, capsys, monkeypatc
     assert asked[1]["hits"][0]["text"].startswith("knee pain")
 
 
+def test_another_users_index_is_named_without_a_word_of_a_note(folder, model, tmp_path, capsys, monkeypatch):
+    at = tmp_path / "index"
+
+    def refused(path):  # root may read all, so nothing that root does is refused
+        raise PermissionError(13, "Permission denied", str(path / "chunks.lance/a note"))
+
+    monkeypatch.setattr(NoteIndex, "open", refused)
+    with pytest.raises(SystemExit):
+        search.main(["query", "sob", "--index", str(at)])
+    said = f"{at}: Permission denied (another user's?); name another, or get its rights, then run this again"
+    assert capsys.readouterr().err == f"drehr-search: {said}\n"
+
+
 def test_a_file_is_no_index(folder, model, tmp_path, capsys):
     (tmp_path / "mine").touch()
     for command in (["index", str(folder), "--model", str(model)], ["query", "sob"]):

@@ -263,9 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts, origin = divide(benchmark, given.dev_share), origins(release)
         with naming(given.out, "give another folder as --out"):
             keep_private(given.out)
-            write_atomically(given.out / ".gitignore", b"*\n")
+            if not (given.out / ".gitignore").exists():
+                write_atomically(given.out / ".gitignore", b"*\n")
             for split in {"dev", "test"} - parts.keys():  # of an earlier division, whose patients are elsewhere now
-                shutil.rmtree(given.out / split, ignore_errors=True)
+                if (given.out / split / "patients.jsonl").exists():
+                    shutil.rmtree(given.out / split)
             for split, part in parts.items():
                 of_part = {pair: whose for pair, whose in origin.items() if pair[1] in part.corpus}
                 save_benchmark(part, given.out, split, of_part)

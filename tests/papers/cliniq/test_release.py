@@ -50,7 +50,8 @@ def run(release, mimic, out, *more):
 
 
 def test_one_command_gives_a_benchmark_that_the_loader_reads(folders, capsys):
-    (folders[2] / "dev").mkdir(parents=True)  # of an earlier division, by another share
+    (folders[2] / "dev").mkdir(parents=True)
+    (folders[2] / "dev/patients.jsonl").touch()  # of an earlier division, by another share
     assert run(*folders) == 0
     assert not (folders[2] / "dev").exists() and (folders[2] / ".gitignore").read_text() == "*\n"
     benchmark = load_benchmark(folders[2], "test")
