@@ -262,7 +262,7 @@ _SMOKE = replace(
         latency_passages=(4, 16),
         latency_limit=16,
         passage_rows=24,
-        word_buckets=10_000,
+        word_buckets=200_000,
     ),
     radiology=replace(_TINY_RADIOLOGY, table1=_TINY_RADIOLOGY.table1[:2], table1_iu=_TINY_RADIOLOGY.table1_iu[1:2]),
 )
