@@ -17,8 +17,7 @@ from drehr_utils.data.notes import chunk_words, clean
 from drehr_utils.errors import DataError
 from drehr_utils.files import iter_rows, read_json_lines, write_atomically
 from drehr_utils.llm.answers import Answers, AnswerStore
-from drehr_utils.llm.prompts import Request, parse_abbreviations, parse_entities
-from drehr_utils.llm.strict import without_thinking
+from drehr_utils.llm.prompts import Request, parse_abbreviations, parse_entities, without_thinking
 from drehr_utils.papers.cliniq.curation import parse_drug_name
 from drehr_utils.papers.cliniq.judging import LABELS, parse_judgments
 
