@@ -30,7 +30,7 @@ class StageConfig:
     both_ways: bool = False  # contrast chunks for an entity as well as entities for a chunk
     substitution: float = 0.0  # probability that a mention in the chunk is replaced by another name of its concept
     complete_labels: bool = False  # a term is also positive for a chunk in which the graph finds the term's concept
-    complete_hypernyms: bool = False  # ... or a narrower one
+    complete_hypernyms: bool = False  # ... or a narrower one (of no effect without complete_labels, as the next)
     leave_out_related: bool = False  # a term related to a concept of the chunk is no negative for it
     windows: float = 0.0  # a chunk's best window's share of its similarity, in training as in search (search.windows)
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
@@ -197,7 +197,6 @@ class RadiologySizes:
     best: TripletConfig = TripletConfig()
     rates: tuple[float, ...] = (2e-5,)  # learning rates tried on dev, collection A's folds; one: as it is
     table1: tuple[TripletConfig, ...] = ()
-    table1_iu: tuple[TripletConfig, ...] = ()
     mlm: TripletConfig = TripletConfig(learning_rate=5e-5, epochs=5, dropout=None)
     reports: int | None = None  # of each open collection; None: all
     iu_reports: int | None = None  # the first ones

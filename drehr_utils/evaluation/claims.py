@@ -28,6 +28,7 @@ from drehr_utils.files import committed_on, naming, write_atomically
 from drehr_utils.profiles import ROOT, Profile
 
 SIGNIFICANT = 0.01
+_WIDER = float(np.divide(*scipy.stats.norm.isf([SIGNIFICANT / 2, 0.05 / 2])))  # its interval than one of 95%
 HOLDS, NOT_SHOWN, REVERSED, NOT_TESTABLE = VERDICTS = ("holds", "not shown", "reversed", "not testable here")
 LONGER = "a longer training"  # an untestable claim that lacks it, alone or beside others, says so in these words
 LACKS = (LONGER, "a model, data or people", "both")
@@ -51,13 +52,14 @@ class Judged:
 def verdict(row: Mapping[str, float], sign: int = 1) -> str:
     """The verdict on the claim that a difference is above 0 (`sign` -1: below).
 
-    `row` has `ours`, the difference, `p` of its paired test and, for differences that no paired test fits (p is NaN),
-    `low` and `high` of its 95% interval. A significant difference of the other sign reverses the claim; one that isn't
-    measured (NaN), or has neither p nor interval, can't be tested."""
+    `row` has `ours`, the difference, its `p` and, where there is none (NaN), `low` and `high` of its 95% interval, each
+    half of which is widened to the test's level, 99%, as a normal distribution's would be. A significant difference of
+    the other sign reverses the claim; one that isn't measured (NaN), or has neither p nor interval, can't be tested."""
     ours, p = row["ours"], row.get("p", math.nan)
     if math.isnan(ours) or math.isnan(p) and math.isnan(row["low"] + row["high"]):
         return NOT_TESTABLE
-    shown = p < SIGNIFICANT if not math.isnan(p) else row["low"] > 0 or row["high"] < 0
+    apart = ours > _WIDER * (ours - row["low"]) or -ours > _WIDER * (row["high"] - ours)
+    shown = apart if math.isnan(p) else p < SIGNIFICANT
     return NOT_SHOWN if not shown else HOLDS if ours * sign > 0 else REVERSED
 
 

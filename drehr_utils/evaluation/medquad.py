@@ -16,7 +16,7 @@ from ir_measures import Success
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from drehr_utils.data import public_data
-from drehr_utils.files import read_json_lines
+from drehr_utils.files import read_json_lines, refuse
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.fusion import rank, tie_keys
@@ -42,7 +42,7 @@ class MedQuad:
     def head(self, n: int) -> MedQuad:
         """The first n queries and the first passages up to the last one that answers them; for quick runs."""
         answers = {p for query in list(self.queries)[:n] for p in self.qrels[query]}
-        last = max(i for i, p in enumerate(self.passages) if p in answers)
+        last = max((i for i, p in enumerate(self.passages) if p in answers), default=0)
         return self.part(range(len(self.queries))[:n], range(len(self.passages))[: max(last + 1, 64)])
 
     def every(self, n: int) -> MedQuad:
@@ -57,13 +57,19 @@ class MedQuad:
 def load_medquad(folder: str | Path | None = None) -> MedQuad | None:
     """Read `medquad/queries.jsonl.gz` and `passages.jsonl.gz` from public_data.locate's folder; None without them.
 
-    Queries without an answer among the passages are left out. Raises DataError for a malformed line."""
+    Queries without an answer among the passages are left out. Raises DataError (file, row, field) for a malformed line
+    and an id that is there twice."""
     root = public_data.locate("medquad", folder)
     if root is None:
         return None
-    lines = read_json_lines(root / "medquad/passages.jsonl.gz", ("id", "text"))
-    data = MedQuad({}, {}, {passage["id"]: passage["text"] for _, _, passage in lines}, {})
-    for _, _, query in read_json_lines(root / "medquad/queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):
+    data, asked = MedQuad({}, {}, {}, {}), set()
+    for row, where, passage in read_json_lines(root / "medquad/passages.jsonl.gz", ("id", "text")):
+        refuse(where, row, {"field id: there twice": passage["id"] in data.passages})
+        data.passages[passage["id"]] = passage["text"]
+    for row, where, query in read_json_lines(root / "medquad/queries.jsonl.gz", ("id", "entity", "aspect", "relevant")):
+        no_list = not isinstance(query["relevant"], list)
+        refuse(where, row, {"field relevant: no list of ids": no_list, "field id: there twice": query["id"] in asked})
+        asked.add(query["id"])
         found = {passage_id: 1 for passage_id in query["relevant"] if passage_id in data.passages}
         if found:
             data.queries[query["id"]] = f"{query['entity']} {query['aspect']}"

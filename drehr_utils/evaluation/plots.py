@@ -22,7 +22,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 GREY = "#888888"
 BROWN, VIOLET = "#60300C", "#6000C0"  # where the palette has none left; told apart from it with any colour vision
 _SBERT = (  # one system's variants
-    "RS/NB(32)", "HS/NB(32)", "HS/MB(64)", "HS/MB(128)", "HS/MB(256)", "HS/MB(512)", "HS/MB(whole fold)",
+    "RS/NB(32)", "HS/NB(32)", "HS/MB(64)", "HS/MB(128)", "HS/MB(256)", "HS/MB(512)",
 )  # fmt: skip
 # A system has one colour in all figures; there are too few, so those share one that have little to be compared for.
 SYSTEMS = {

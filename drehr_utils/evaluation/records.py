@@ -19,6 +19,7 @@ from drehr_utils.profiles import ROOT, Profile, load_profile
 from drehr_utils.training.encoders import describe_device
 
 REMAKE = "restore it, or remake it by its command"
+_DIGESTS = {"digest": str, "config": str}  # a digest may look like a number: 4846e1086689
 
 
 def maker(profile: Profile) -> Profile:
@@ -42,7 +43,7 @@ class Record:
     def read(self, profile: Profile) -> pd.DataFrame:
         path = self.path(profile)
         with files.naming(path, REMAKE):
-            return pd.read_csv(path) if path.exists() else pd.DataFrame()
+            return pd.read_csv(path, dtype=_DIGESTS) if path.exists() else pd.DataFrame()
 
     def _parts(self, profile: Profile, key: dict[str, str | float]) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The rows with this key, and the others."""

@@ -144,8 +144,9 @@ def _with_kept(long: pd.DataFrame, name: str, lacking: str, folder: Path) -> pd.
 
 def marked(text: str, words: Sequence[str]) -> str:
     """`text` as HTML, each of `words` in bold, in any case."""
-    pattern = rf"\b(?:{'|'.join(map(re.escape, words))})\b" if words else r"(?!)"
-    return re.sub(pattern, r"<b>\g<0></b>", html.escape(text, quote=False), flags=re.IGNORECASE)
+    pattern = rf"((?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w))" if words else "((?!))"
+    parts = [html.escape(part, quote=False) for part in re.split(pattern, text, flags=re.IGNORECASE)]
+    return "".join(f"<b>{part}</b>" if i % 2 else part for i, part in enumerate(parts))
 
 
 def show_table(long: pd.DataFrame, layout: Layout | None = None) -> pd.DataFrame:

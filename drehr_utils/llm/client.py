@@ -114,10 +114,11 @@ async def _ask_all(requests: Iterator[tuple[Request, str]], server: Server, answ
     async def work() -> None:
         nonlocal in_a_row
         for request, _ in requests:  # one iterator, shared by all workers: nothing is queued ahead
+            messages = [{"role": "user", "content": request.prompt()}]  # a bad request is no failed answer
             try:
                 with anyio.fail_after(patience * (server.max_retries + 1)):
                     response = await client.chat.completions.create(
-                        model=server.model, messages=[{"role": "user", "content": request.prompt()}],
+                        model=server.model, messages=messages,
                         temperature=server.temperature, max_tokens=server.max_tokens, seed=server.seed,
                     )  # fmt: skip
                 answer = _read_completion(response)

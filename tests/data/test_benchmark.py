@@ -110,6 +110,7 @@ MALFORMED = {
     "score": ({"qrels": [*QRELS, "q1\tA_1\t-1\tstring\town"]}, "row 7, field score: '-1'"),
     "score, a digit and no number": ({"qrels": [*QRELS, "q1\tA_1\t²\tstring\town"]}, "row 7, field score: '²'"),
     "score, a number too long": ({"qrels": [*QRELS, f"q1\tA_1\t{'9' * 5000}\tstring\town"]}, "row 7, field score: "),
+    "score, a grade too high": ({"qrels": [*QRELS, "q1\tA_1\t100\tstring\town"]}, "row 7, field score: '100'"),
     "match type": ({"qrels": [*QRELS, "q1\tA_1\t1\tfuzzy\town"]}, "row 7, field match_type: 'fuzzy'"),
     "judged twice": ({"qrels": [*QRELS, QRELS[1]]}, "row 7, field corpus-id: 'q1' with 'A_0'"),
 }

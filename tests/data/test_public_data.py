@@ -161,6 +161,27 @@ def test_medquad_becomes_what_its_reader_reads(server, tmp_path):
     assert len(server.asked) == asked
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("queries", '{"id": "q", "entity": "gout", "aspect": "x", "relevant": "p"}', "row 2, field relevant: no list"),
+        ("queries", '{"id": "q0", "entity": "gout", "aspect": "x", "relevant": ["p"]}', "row 2, field id: there twice"),
+        ("passages", '{"id": "p", "text": "b"}', "row 2, field id: there twice"),
+    ],
+)
+def test_malformed_medquad(tmp_path, name, line, said):
+    first = {
+        "queries": '{"id": "q0", "entity": "gout", "aspect": "x", "relevant": ["p"]}',
+        "passages": '{"id": "p", "text": "a"}',
+    }
+    (tmp_path / "medquad").mkdir()
+    for file, row in first.items():
+        with gzip.open(tmp_path / f"medquad/{file}.jsonl.gz", "wt") as out:
+            out.write(row + "\n" + (line + "\n" if file == name else ""))
+    with pytest.raises(DataError, match=f"{name}.jsonl.gz, {said}"):
+        load_medquad(tmp_path)
+
+
 def test_iu_xray_becomes_what_its_reader_reads(server, tmp_path):
     server.files["NLMCXR_reports.tgz"] = iu_archive({"b": iu_report(10), "a": iu_report(2)})
     fetch(SOURCES["iu_xray"], tmp_path, server.url, progress=False)

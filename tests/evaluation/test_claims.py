@@ -33,6 +33,9 @@ def _rows(*ours_and_p):
         (_rows((2.0, 0.5), (-3.0, 0.001)), 1, claims.REVERSED),
         (_rows((2.0, 0.001), (np.nan, np.nan)), 1, claims.NOT_TESTABLE),
         (_rows((2.0, np.nan)), 1, claims.HOLDS),  # by its interval, 1 to 3
+        (_rows((1.3, np.nan)), 1, claims.NOT_SHOWN),  # 0.3 to 2.3 is of 95%; of 99% it is 1.3 ± 1 * 2.576 / 1.960
+        (_rows((-1.3, np.nan), (-1.4, np.nan)), -1, claims.NOT_SHOWN),
+        (_rows((-1.4, np.nan)), 1, claims.REVERSED),
         (_rows((2.0, np.nan)).assign(low=np.nan), 1, claims.NOT_TESTABLE),  # by nothing
     ],
 )

@@ -48,6 +48,14 @@ def test_rows_of_something_else_are_replaced(smoke, capsys):
     assert zipped.path(smoke).read_bytes() == first, "a record made again is the same file"
 
 
+def test_a_digest_that_looks_like_a_number_stays_as_it_is(smoke, capsys):
+    record, key = Record("runs/toy.csv.gz"), {"name": "a"}
+    assert record.add(smoke, key, rows(1), digest="4846e1086689")  # which a float takes for infinite
+    assert not record.add(smoke, key, rows(2), digest="4846e1086689")
+    assert record.add(smoke, {"name": "b"}, rows(3), digest="007") and record.digest(smoke, {"name": "b"}) == "007"
+    assert set(record.read(smoke)["digest"]) == {"4846e1086689", "007"}
+
+
 def test_a_killed_write_leaves_the_old_file(smoke, monkeypatch, capsys):
     TOY.add(smoke, {"name": "a", "share": 1.0}, rows(1))
     before = TOY.path(smoke).read_bytes()

@@ -317,7 +317,8 @@ def test_a_count_has_no_decimals():
 
 def test_marked_words_are_bold_and_the_rest_is_text():
     assert marked("CHF <b> & chf. chfx", ["chf"]) == "<b>CHF</b> &lt;b&gt; &amp; <b>chf</b>. chfx"
-    assert marked("a (b", []) == "a (b" and marked("a (b", ["(b"]) == "a (b"  # words only
+    assert marked("a (b", []) == "a (b" and marked("a (bc", ["(b"]) == "a (bc"  # whole words only
+    assert marked("wbc < 5, h&p (s/p)", ["lt", "h&p", "(s/p)"]) == "wbc &lt; 5, <b>h&amp;p</b> <b>(s/p)</b>"
 
 
 def test_stages_plot_has_a_box_for_each_source():

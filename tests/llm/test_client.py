@@ -596,6 +596,12 @@ def test_error_in_the_requests_comes_through():
         ask(requests(), server)
 
 
+def test_a_request_that_cannot_be_put_is_no_failed_answer():
+    nameless = Request("entity_generation", "p_0", "note")
+    with serving() as server, pytest.raises(DataError, match="needs an entity type"):
+        ask([nameless], server)
+
+
 # --- patients first --------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from drehr_utils.data.notes import clean
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import medquad, records
 from drehr_utils.evaluation.medquad import MedQuad
-from drehr_utils.files import tab_rows
+from drehr_utils.files import refuse, tab_rows
 from drehr_utils.papers.capr import systems
 from drehr_utils.papers.capr.passages import Passage, query_text
 from drehr_utils.papers.capr.systems import Task
@@ -56,16 +56,24 @@ def load_exported(folder: Path, name: str) -> Task:
         query, relevance, passage, entity, aspect = (row[column] for column in QUERIES)
         if passage not in at:
             raise DataError(f"{name}_queries.tsv, row {number}, field p_id: {passage} is no passage of {name}_docs.tsv")
-        data.queries[query], data.aspects[query] = query_text(clean(entity), aspect), aspect
+        text = query_text(clean(entity), aspect)
+        wrong = {
+            "field relevance: neither 0 nor 1": relevance not in ("0", "1"),
+            "field query_id: another entity and aspect in an earlier row": data.queries.get(query, text) != text,
+        }
+        refuse(f"{name}_queries.tsv", number, wrong)
+        data.queries[query], data.aspects[query] = text, aspect
         asked[query].append(at[passage])
         if relevance == "1":
             data.qrels.setdefault(query, {})[passage] = 1
     if unanswered := [query for query in data.queries if query not in data.qrels]:
         raise DataError(f"{name}_queries.tsv: query {unanswered[0]} has no answer (relevance 1) among its candidates")
-    most = max(map(len, asked.values()), default=0)
+    if not asked:
+        raise DataError(f"{name}_queries.tsv: no query; {HINT}")
+    most = max(map(len, asked.values()))
     again = {query: at[next(iter(found))] for query, found in data.qrels.items()}
     rows = [found + [again[query]] * (most - len(found)) for query, found in asked.items()]
-    return Task(data, pool, np.array(rows).reshape(len(rows), most))
+    return Task(data, pool, np.array(rows))
 
 
 def compared(profile: Profile, name: str, task: Task, systems_asked: Sequence[str]) -> pd.DataFrame:

@@ -41,7 +41,9 @@ def digest(profile: Profile, row: str) -> str:
     size, system = profile.capr, profile.capr.system(name)
     first = system.after and size.system(system.after)
     lengths = [size.passage_tokens, size.query_tokens, profile.pooling, profile.seed]
-    found = [t for task, t in asked_of.items() if task != systems.MEDQUAD]  # which is as published
+    lengths += [size.word_buckets] if name == systems.CDV_FASTTEXT else []
+    lengths += [size.medquad_queries, size.costly_queries]  # of MedQuAD, which may not be here
+    found = [t for task, t in asked_of.items() if task != systems.MEDQUAD]
     asked = [[*map(list, (t.data.queries.values(), t.data.passages.values(), t.data.qrels.values())), t.candidates]
              for t in found]  # fmt: skip
     start = encoders.identity(system.encoder or profile.encoder)

@@ -243,7 +243,7 @@ def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame 
     model = build(profile, system)
     labelled, made_of = training_passages(profile)
     start = encoders.identity(system.encoder or profile.encoder)
-    lengths = [size.passage_tokens, size.query_tokens]
+    lengths = [size.passage_tokens, size.query_tokens, *([size.word_buckets] if name == CDV_FASTTEXT else [])]
     key = artifacts.digest(build, train, system, start, profile.pooling, profile.seed, lengths, made_of)
     if system.config is None:
         return model, None, key

@@ -81,12 +81,11 @@ def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resamp
     """`ours` = mean(a) - mean(b) of a metric, its 95% bootstrap interval (`low`, `high`), and `p`.
 
     `a` and `b` are evaluation's per-search frames. A draw is the same for both, so they may hold different searches
-    (two match types); p, of the paired randomization test, is then NaN.
-    """
+    (two match types); p, else of the paired randomization test, is then intervals.contrast's own."""
     a, b = (frame[frame["metric"] == metric].sort_values("search_id") for frame in (a, b))
     if a.empty or b.empty:
         return dict.fromkeys(("ours", "low", "high", "p"), np.nan)
-    found = intervals.contrast(a, b, resampling) | {"p": np.nan}
+    found = intervals.contrast(a, b, resampling)
     if a["search_id"].tolist() == b["search_id"].tolist() and not np.isnan(found["low"]):
         clusters = a["query_id"], a["patient"]
         found["p"] = float(intervals.paired_randomization_test(a["value"], b["value"], resampling, *clusters))

@@ -86,7 +86,8 @@ def load_open_linking(path: Path) -> TestSet:
     concepts, mentions, left_out = icd10_concepts(), {}, Counter()
     for row, record in iter_rows(path, ("note_id", "mention", "icd10cm_code")):
         document, text, given = record.values()
-        code, where = given, f"{path.name}, row {row}, field"
+        code, where = given.strip().upper(), f"{path.name}, row {row}, field"
+        code = code if "." in code or len(code) <= 3 else f"{code[:3]}.{code[3:]}"  # MIMIC's tables leave the dot out
         while icd.is_valid_item(code) and icd.is_extended_subcategory(code):
             code = icd.get_parent(code)  # without the seventh character, and without the X that fills up to it
         if not text.strip():
@@ -232,7 +233,8 @@ def unseen_texts(test_sets: Iterable[TestSet], graph: str) -> set[str]:
 
 def unseen_digests(test_sets: Iterable[TestSet], graph: str) -> set[str]:
     """Digests of the texts that NCBI Disease would add to `unseen_texts`, where it isn't among the test sets: so tasks,
-    and what is trained on them, are the same with and without its files. None where it is."""
+    and what is trained on them, are the same with and without its files, unless a profile cuts the test sets
+    (`max_mentions`). None where it is."""
     if NCBI in {test_set.name for test_set in test_sets}:
         return set()
     rows = (row for _, _, row in tab_rows(NCBI_DIGESTS, ("graph", "digest")))

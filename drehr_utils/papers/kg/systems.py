@@ -316,9 +316,9 @@ def trained(
     profile: Profile, parts: Sequence[Task], config: PairConfig, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Path, pd.DataFrame]:
     """The folder of the encoder trained on the tasks `parts`, made where it isn't there, and its loss curve, with what
-    a trainer.Curve measured: of the trained weights, before `start_share`. Whoever trains the same gives the same
-    callbacks: the folder doesn't tell them apart."""
-    key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"))
+    a trainer.Curve measured: of the trained weights, before `start_share`. The folder tells one with callbacks from
+    one without, and not which they were."""
+    key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"), bool(callbacks))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
 

@@ -99,6 +99,6 @@ class FindingMatcher:
                 at = tuple(start + i for i in chain)
                 if at not in found or letters > found[at][0]:
                     found[at] = (letters, name)
-                start = at[0] + 1  # each full match is looked for after the one before it
+                start = at[0] + 1  # the tightest match is found first; one before it, looser, is not looked for
         kept = [at for at in sorted(found) if not any(set(at) < set(other) for other in found)]
         return [Mention(found[at][1], spans[at[0]][0], spans[at[-1]][1]) for at in kept]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import iter_rows, read_json_lines, read_text_lines
+from drehr_utils.files import iter_rows, read_json_lines, read_text_lines, refuse
 from drehr_utils.knowledge import negation
 from drehr_utils.profiles import ROOT
 
@@ -29,11 +29,14 @@ class Report:
 
 
 def read_collection(path: Path) -> list[Report]:
-    """Reports of an open_cxr collection (JSON lines: uid, findings, impression). Raises DataError for a bad line."""
-    fields, reports = ("uid", "findings", "impression"), []
+    """Reports of an open_cxr collection (JSON lines: uid, findings, impression). Raises DataError for a bad line and a
+    uid that is there twice."""
+    fields, reports, uids = ("uid", "findings", "impression"), [], set()
     for number, where, row in read_json_lines(path, fields):
         if bad := [field for field in fields if not isinstance(row[field], str)]:
             raise DataError(f"{where}, row {number}, field {bad[0]}: not a string; quote it")
+        refuse(where, number, {"field uid: there twice": row["uid"] in uids})
+        uids.add(row["uid"])
         reports.append(Report(*(row[field] for field in fields)))
     return reports
 
@@ -46,7 +49,7 @@ def read_iu_xray(folder: str | Path | None = None) -> list[Report] | None:
     reports = []
     for _, row in iter_rows(root / "iu_xray/indiana_reports.csv.gz", ("uid", "findings", "impression", "problems")):
         *texts, problems = row.values()
-        reports.append(Report(*texts, tuple(dict.fromkeys(p.strip() for p in problems.split(";")))))
+        reports.append(Report(*texts, tuple(dict.fromkeys(p.strip() for p in problems.split(";") if p.strip()))))
     return reports
 
 
@@ -58,10 +61,13 @@ def read_judgments(path: Path = OPEN_CXR / "sentence_judgments.tsv") -> tuple[li
     lines = [line for _, line in read_text_lines(path)]
     if len(lines) < 2 or not lines[0].startswith("# reports: ") or lines[1] != "query\tsentences":
         raise DataError(f"{path.name}, rows 1-2: need '# reports: uid ...' and the header query, sentences")
-    judged: dict[str, list[str]] = {}
+    judged, uids = dict[str, list[str]](), lines[0].removeprefix("# reports: ").split()
     for number, line in enumerate(lines[2:], start=3):
         query, _, ids = line.partition("\t")
         if not ids or any(not re.fullmatch(r"\S+#\d+", i) for i in ids.split()):
             raise DataError(f"{path.name}, row {number}, field sentences: need ids such as HA0001#2, space-separated")
+        strange = [i for i in ids.split() if i.partition("#")[0] not in uids]
+        refuse(path.name, number, {f"field sentences: {i} is of no report of row 1": True for i in strange[:1]})
+        refuse(path.name, number, {f"field query: {query!r} is there twice": query in judged})
         judged[query] = ids.split()
-    return lines[0].removeprefix("# reports: ").split(), judged
+    return uids, judged

@@ -58,7 +58,7 @@ def trainings(
 
     `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search)."""
     sizes, here = profile.radiology, systems.collections(profile)
-    rows = {"A": sizes.table1} | ({IU: sizes.table1_iu} if IU in here else {})
+    rows = dict.fromkeys(("A", *([IU] if IU in here else [])), sizes.table1)
     yield from (Training(system, NOTHING) for system in (BM25, pipeline.START))
     yield from (Training(pipeline.START, FOLDS + c) for c in rows)
     search, check = systems.searched(profile) or ([], [])

@@ -51,6 +51,9 @@ def test_recall_among_a_query_s_own_candidates_by_hand(tmp_path, monkeypatch):
         ([*DOCS, ("D1", "D1-a", "More.")], QUERIES, "row 7, field p_id: lines of passage D1-a aren't together"),
         (DOCS, [*QUERIES, ("2", "0", "D9-a", "Asthma", "x")], "row 7, field p_id: D9-a is no passage of"),
         (DOCS, QUERIES[:4], "query 2 has no answer"),
+        (DOCS, [*QUERIES, ("2", "2", "D1-a", "Asthma", "treatment")], "row 7, field relevance: neither 0 nor 1"),
+        (DOCS, [*QUERIES, ("2", "0", "D1-a", "Gout", "treatment")], "row 7, field query_id: another entity and aspect"),
+        (DOCS, [], "WikiSectionQA_test_queries.tsv: no query"),
         ([("D1", " ", "Gout.")], QUERIES, "row 2, field p_id: empty; fill it"),
     ],
 )

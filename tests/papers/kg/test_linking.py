@@ -99,6 +99,12 @@ def test_open_linking_counts_and_encounters():
     assert 30_000 < len(data.concepts) < 40_000
 
 
+def test_codes_as_mimic_writes_them(tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_text("note_id,mention,icd10cm_code\n1,diabetes,E119\n1,sugar,e11.9 \n1,hip,S72001A\n1,htn,I10\n")
+    assert [min(m.concepts) for m in load_open_linking(path).mentions] == ["E11.9", "E11.9", "S72.001", "I10"]
+
+
 def test_each_mention_has_its_kind_and_two_judges():
     kinds = mention_kinds(OPEN_LINKING.parent / "kinds.tsv")
     asked = {(text_key(m.text), min(m.concepts)) for m in load_open_linking(OPEN_LINKING).mentions}
