@@ -1,5 +1,6 @@
 """CAPR's records: what is written is what was measured, a second run makes none again, smoke leaves the committed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -56,6 +57,19 @@ def test_rows_are_made_once_and_known_when_out_of_date(smoke, monkeypatch):
         assert [line.split(":")[0] for line in runs.stale(smoke) if "not there" not in line] == [
             f"system {systems.CDV}"
         ]
+
+
+def test_a_records_digest_holds_sizes_that_its_texts_do_not_show():
+    profile = load_profile("smoke")
+    for field, rows in {
+        "word_buckets": {systems.CDV_FASTTEXT},
+        "medquad_queries": {systems.CDV_FASTTEXT, systems.BI},
+    }.items():
+        other = replace(profile, capr=replace(profile.capr, **{field: getattr(profile.capr, field) - 1}))
+        changed = {
+            row for row in (systems.CDV_FASTTEXT, systems.BI) if runs.digest(profile, row) != runs.digest(other, row)
+        }
+        assert changed == rows, field
 
 
 def test_no_text_is_recorded(smoke):
