@@ -134,9 +134,7 @@ _IMPROVED_STAGE2 = StageConfig(  # the best on dev: papers.drehr.recipe_search, 
 _PAIRS = PairConfig(batch_size=64, max_steps=40, learning_rate=1e-4, warmup_ratio=0.1)
 
 
-def _capr_systems(
-    lists: StageConfig, cross: StageConfig, cdv: StageConfig, finetune: StageConfig, joint: StageConfig | None = None
-) -> tuple:
+def _capr_systems(lists: StageConfig, cross: StageConfig, cdv: StageConfig, finetune: StageConfig) -> tuple:
     """The rows of CAPR's Table 3, and what its §3.2 tried: CDV trained jointly from the start, Poly over one vector,
     Bi on the dot product. The lists' systems train alike but for the Cross-encoder."""
     kinds = ("bi-shared", "bi", "poly", "cross", "poly-pooled", "bi-dot")
@@ -145,7 +143,7 @@ def _capr_systems(
         CaprSystem("CDV+FastText", "cdv-fasttext", cdv),
         CaprSystem("CDV", "cdv", cdv),
         CaprSystem("CDV-finetune", "cdv-finetune", finetune, after="CDV"),
-        CaprSystem("CDV-joint", "cdv-finetune", joint or finetune),
+        CaprSystem("CDV-joint", "cdv-finetune", finetune),
         *(CaprSystem(f"CAPR-{kind.capitalize()}", kind, cross if kind == "cross" else lists) for kind in kinds),
     )
 
@@ -154,14 +152,12 @@ def _capr_systems(
 # reads whole documents, so its batches are of few notes: 4 passages of each, and 8 where the sentence encoder trains.
 # The steps are what an hour of one core allows in all; `open` trains one system, and shows `full`'s records.
 _LISTS = StageConfig(batch_size=32, epochs=50, max_steps=500, learning_rate=2e-4)
-_FINETUNE = replace(_LISTS, batch_size=16, learning_rate=1e-4, chunks_per_note=8)
 _CAPR = CaprSizes(
     _capr_systems(
         _LISTS,
         replace(_LISTS, batch_size=8),
         replace(_LISTS, max_steps=2000, learning_rate=1e-3, chunks_per_note=4),
-        _FINETUNE,
-        replace(_FINETUNE, max_steps=300),
+        replace(_LISTS, batch_size=16, learning_rate=1e-4, chunks_per_note=8),
     )
 )
 _CAPR_SHORT = replace(

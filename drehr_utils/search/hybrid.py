@@ -50,6 +50,7 @@ GRID = tuple(Weights(*pair) for pair in product((0.1, 0.2, 0.3, 0.4, 0.6, 0.8), 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 WINDOWS_ALONE = tuple(Weights(0, 0, share) for share in SHARES)
 WINDOWS_GRID = tuple(replace(weights, windows=share) for weights in GRID for share in SHARES)
+WORDS_GRID = tuple(Weights(0, *pair) for pair in product((0.0, 0.1, 0.2, 0.4, 0.8, 1.2), SHARES))  # no names, no graph
 UNTUNED = Weights(windows=0.5)  # of an encoder that no dev split has been asked about
 
 

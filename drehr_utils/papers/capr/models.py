@@ -206,6 +206,7 @@ class ContextualDocumentVectors(TwoTowers):
         self.heads = nn.ModuleList([nn.Linear(2 * LSTM_DIM, dim) for _ in ("entity", "aspect")])
         for weight in self.heads.parameters():
             nn.init.zeros_(weight)
+        self.shares = (1.0, 1.0)  # of the query's entity and of its aspect in a score; trained with both
         self._query_encoder = [query_encoder.eval().requires_grad_(False)]  # in a list: no part of the trained weights
         self._known: dict[tuple[bool, str], Tensor] = {}  # embeddings that stay: of query parts and frozen sentences
         encoder.requires_grad_(not frozen)
@@ -219,7 +220,8 @@ class ContextualDocumentVectors(TwoTowers):
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """Unit vectors [queries, 2 dim]: the entity's embedding and the aspect's."""
         parts = zip(*(query.rsplit(" ; ", 1) for query in queries), strict=True)
-        return torch.cat([self._fixed(self._query_encoder[0], list(part), True) for part in parts], dim=1) / 2**0.5
+        halves = [self._fixed(self._query_encoder[0], list(part), True) for part in parts]
+        return torch.cat([share * half for share, half in zip(self.shares, halves, strict=True)], dim=1) / 2**0.5
 
     def encode_passages(self, passages: Sequence[Passage]) -> Tensor:
         """Means over sentences of unit vectors, float [passages, 2 dim]."""

@@ -19,6 +19,7 @@ from drehr_utils import artifacts
 from drehr_utils.evaluation import medquad, records
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.capr import report, systems
+from drehr_utils.papers.capr.models import ContextualDocumentVectors
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
@@ -53,7 +54,7 @@ def digest(profile: Profile, row: str) -> str:
 def measured(profile: Profile, row: str) -> pd.DataFrame:
     """`task, search_id, metric, value` of a row, trained where its weights aren't in the cache, with its budget."""
     profile, name, asked_of = tasks(profile, row)
-    _, curve, _ = systems.trained_model(profile, name)
+    model, curve, _ = systems.trained_model(profile, name)
     rows = []
     if curve is not None:
         rows.append(curve.rename(columns={"step": "search_id", "loss": "value"}).assign(task=TRAINING, metric="loss"))
@@ -67,6 +68,9 @@ def measured(profile: Profile, row: str) -> pd.DataFrame:
         for half, asked in systems.halves(systems.held_out(profile)).items():
             scores = systems.scored(profile, name, half, *asked)
             rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=half))
+    if isinstance(model, ContextualDocumentVectors):
+        heads = systems.head_values(model, systems.held_out(profile))
+        rows += [found.assign(task=head) for head, found in heads.items()]
     config = profile.capr.system(name).config
     steps = 0 if curve is None else len(curve)
     budget = {"steps": steps, "pairs": steps and steps * config.batch_size, "seed": config.seed if config else 0}

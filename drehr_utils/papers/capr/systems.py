@@ -48,6 +48,7 @@ WHOLE, WHOLE_START = (f"{name}, whole sections" for name in (BI, START))  # of w
 _COSTLY = (CROSS, CDV_FASTTEXT, CDV, CDV_FINETUNE, CDV_JOINT)  # they read pairs, or whole documents
 HELD_OUT, OTHER_NAMES, MEDQUAD = "MIMIC-III", "other names", "MedQuAD"  # tasks; the first stands for the paper's
 HALVES = ("entity alone", "aspect alone")  # of the held-out task's queries
+HEADS = ("entity head", "aspect head")  # of CDV, each by itself
 
 
 def whole_sections(profile: Profile) -> Profile:
@@ -237,18 +238,21 @@ def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, ou
     return trainer.train(model, pairs, schedule, _collate, loss, config, output, **options)[["step", "loss"]]
 
 
-def trained_model(profile: Profile, name: str) -> tuple[nn.Module, pd.DataFrame | None, str]:
-    """A system's model, trained where its weights aren't in the cache; its loss curve; and the key of what made it."""
+def trained_model(
+    profile: Profile, name: str, others: Sequence[Passage] = ()
+) -> tuple[nn.Module, pd.DataFrame | None, str]:
+    """A system's model, trained where its weights aren't in the cache; its loss curve; and the key of what made it.
+    `others`: labelled passages to learn from in place of the notes'."""
     system, size = profile.capr.system(name), profile.capr
     model = build(profile, system)
-    labelled, made_of = training_passages(profile)
+    labelled, made_of = (others, _digest(others)) if others else training_passages(profile)
     start = encoders.identity(system.encoder or profile.encoder)
     lengths = [size.passage_tokens, size.query_tokens, *([size.word_buckets] if name == CDV_FASTTEXT else [])]
     key = artifacts.digest(build, train, system, start, profile.pooling, profile.seed, lengths, made_of)
     if system.config is None:
         return model, None, key
     if system.after is not None:
-        first, _, first_key = trained_model(profile, system.after)
+        first, _, first_key = trained_model(profile, system.after, others)
         key = artifacts.digest(key, first_key)
         model.load_state_dict(first.state_dict())
     folder = profile.cache / "capr" / f"{system.kind}-{key}"
@@ -289,6 +293,16 @@ def candidate_scores(
     return scores
 
 
+def head_values(model: models.ContextualDocumentVectors, task: Task) -> dict[str, pd.DataFrame]:
+    """What CDV finds by each of its heads alone, which is asked its own part of the query: medquad.recall_values."""
+    found, queries = {}, list(task.data.queries.values())
+    for head, model.shares in zip(HEADS, ((1.0, 0.0), (0.0, 1.0)), strict=True):
+        scores = candidate_scores(model, queries, task.pool, task.candidates)
+        found[head] = medquad.recall_values(task.data, task.candidates, scores)
+    model.shares = (1.0, 1.0)
+    return found
+
+
 @contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
     model.eval()
@@ -302,10 +316,11 @@ def _blocks(places: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def scored(
-    profile: Profile, name: str, task: str, data: MedQuad, texts: Sequence[Passage], candidates: np.ndarray
-) -> np.ndarray:
-    """`candidate_scores` of a trained system on a task, from the cache where they are there."""
-    model, _, key = trained_model(profile, name)
+    profile: Profile, name: str, task: str, data: MedQuad, texts: Sequence[Passage], candidates: np.ndarray,
+    others: Sequence[Passage] = (),
+) -> np.ndarray:  # fmt: skip
+    """`candidate_scores` of a trained system on a task, from the cache where they are there; `others` as there."""
+    model, _, key = trained_model(profile, name, others)
     asked = list(data.queries.values())
     key = artifacts.digest(candidate_scores, key, asked, _digest(texts), candidates)
     return artifacts.cached_file(

@@ -21,8 +21,9 @@ from drehr_utils.training import encoders
 NAMES, UNTRAINED_HYBRID, HYBRID = "names-in-text", "MiniLM (hybrid)", "DR.EHR (hybrid)"
 WINDOWS, READING_WINDOWS = "MiniLM (windows)", "MiniLM, names read (windows)"
 UNTRAINED_WINDOWS, HYBRID_WINDOWS = "MiniLM (hybrid, windows)", "DR.EHR (hybrid, windows)"
+GRAPHLESS = "MiniLM + BM25 (windows)"
 PUBLISHED_WINDOWS, IMPROVED_WINDOWS = "DR.EHR (windows)", "DR.EHR (improved, windows)"
-CHANCE = "random order"
+FUSED, CHANCE = f"RRF with {pipeline.IMPROVED}", "random order"
 
 
 def string_scores(profile: Profile, bench: Benchmark) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -62,12 +63,13 @@ def window_scores(
 
 
 def windowed(profile: Profile, improved: Path) -> dict[str, tuple[Path | None, tuple[Weights, ...]]]:
-    """Row -> (model folder, grid of weights) for hybrid_scores: the untrained rows with windows, and those of a folder
-    by the improved recipe."""
+    """Row -> (model folder, grid of weights) for hybrid_scores: the untrained rows with windows, with and without the
+    graph, and those of a folder by the improved recipe."""
     reading = untrained_encoder(profile)
     return {
         WINDOWS: (None, hybrid.WINDOWS_ALONE),
         READING_WINDOWS: (reading, hybrid.WINDOWS_ALONE),
+        GRAPHLESS: (None, hybrid.WORDS_GRID),
         UNTRAINED_WINDOWS: (reading, hybrid.WINDOWS_GRID),
         IMPROVED_WINDOWS: (improved, hybrid.WINDOWS_ALONE),
         HYBRID_WINDOWS: (improved, hybrid.WINDOWS_GRID),
@@ -83,7 +85,7 @@ def mean_of_six(bench: Benchmark, scores: np.ndarray) -> float:
 def hybrid_grid(profile: Profile, model: Path | None, grid: Sequence[Weights] = hybrid.GRID) -> dict[Weights, float]:
     """Weights -> the mean on dev of Table 4's six metrics, for an encoder joined with strings and the graph."""
     dev = pipeline.benchmark(profile, "dev")
-    join, parts = _joiner(profile, model, dev, any(weights.windows for weights in grid))
+    join, parts = _joiner(profile, model, dev, grid)
     key = artifacts.digest(hybrid_grid, *parts, grid, *dev.texts, dev.qrels, dev.patients)
 
     found = artifacts.cached_file(
@@ -109,21 +111,23 @@ def hybrid_scores(
 
 def joined_scores(profile: Profile, model: Path | None, bench: Benchmark, weights: Weights) -> np.ndarray:
     """hybrid_scores by these weights."""
-    return _joiner(profile, model, bench, bool(weights.windows))[0](weights)
+    return _joiner(profile, model, bench, [weights])[0](weights)
 
 
 def _joiner(
-    profile: Profile, model: Path | None, bench: Benchmark, with_windows: bool
+    profile: Profile, model: Path | None, bench: Benchmark, grid: Sequence[Weights]
 ) -> tuple[Callable[[Weights], np.ndarray], list[np.ndarray]]:
-    """The function from weights to a hybrid's scores, and what it joins."""
-    similarity, (_, expanded, counts) = pipeline.model_scores(profile, model, bench), string_scores(profile, bench)
-    best = [window_scores(profile, model, bench)] if with_windows else []
+    """The function from weights to a hybrid's scores, and what it joins. A grid that counts no names asks no graph: its
+    BM25 is of the query as it is."""
+    similarity, (plain, expanded, counts) = pipeline.model_scores(profile, model, bench), string_scores(profile, bench)
+    best = [window_scores(profile, model, bench)] if any(weights.windows for weights in grid) else []
+    words = expanded if any(weights.names for weights in grid) else plain
 
     def join(weights: Weights) -> np.ndarray:
         whole = windows.blended(similarity, *best, weights.windows) if best else similarity
-        return hybrid.joined(whole, counts, expanded, weights)
+        return hybrid.joined(whole, counts, words, weights)
 
-    return join, [similarity, expanded, counts, *best]
+    return join, [similarity, words, counts, *best]
 
 
 def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:

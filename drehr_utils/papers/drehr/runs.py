@@ -213,7 +213,7 @@ def write_untrained(profile: Profile) -> None:
         found = rivals.untrained_scores(profile, bench)
         for name, (model, grid) in rivals.windowed(profile, OWN).items():
             found[name] = rivals.hybrid_scores(profile, model, bench, grid)
-        found[f"RRF with {pipeline.IMPROVED}"] = found["BM25 + KG"], pipeline.model_scores(profile, OWN, bench)
+        found[rivals.FUSED] = found["BM25 + KG"], pipeline.model_scores(profile, OWN, bench)
         for name, scores in found.items():
             if name != rivals.CHANCE:
                 write_runs(profile, name, bench, scores, split)

@@ -9,7 +9,7 @@ Each is one training, minutes on a GPU and hours without. Notebook 18 shows the 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pandas as pd
 
@@ -48,8 +48,15 @@ def changes(profile: Profile) -> dict[str, Recipe]:
     return changed | {"the published recipe instead": profile.published}
 
 
+@cache
+def _searched_in(profile: Profile) -> str:
+    """Of what dev's scores hang on beside the training: its texts, its judgments, the names that the hybrid reads."""
+    dev, names = pipeline.benchmark(profile, "dev"), pipeline.knowledge_graph(profile).term2cui
+    return artifacts.digest(*dev.texts, dev.qrels, "\n".join(map(repr, names.items())))
+
+
 def digest(profile: Profile, recipe: Recipe) -> str:
-    return artifacts.digest(recipe, runs.data_digest(profile, recipe))
+    return artifacts.digest(recipe, runs.data_digest(profile, recipe), _searched_in(profile))
 
 
 def scored(profile: Profile, recipe: Recipe) -> pd.DataFrame:

@@ -3,9 +3,10 @@
     python -m drehr_utils.papers.radiology.runs             # all that the record lacks: some hours of one core
     python -m drehr_utils.papers.radiology.runs --check     # which of its rows are of another recipe or other data
 
-data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained. Of IU
-X-ray these are numbers alone: findings, and an entry's or query's number, no text and no report's id. A training that
-was cut off is begun again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
+data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained, and
+radiology_steps.csv.gz those of the paper's best row of Table 1 on the way, on IU X-ray. Of IU X-ray these are numbers
+alone: findings, and an entry's or query's number, no text and no report's id. A training that was cut off is begun
+again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
 `python -m drehr_utils.training.weights smollm2` has fetched it.
 """
 
@@ -29,7 +30,7 @@ from drehr_utils.papers.radiology.systems import IU, OPEN
 from drehr_utils.profiles import Profile
 from drehr_utils.training import weights
 
-RECORD = Record("runs/radiology.csv.gz")
+RECORD, STEPS = Record("runs/radiology.csv.gz"), Record("runs/radiology_steps.csv.gz")
 BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
 PLAIN, LM, ON_PLAIN = systems.PLAIN, f"{systems.PLAIN} (LM-tuned)", f"SBERT on {systems.PLAIN}"
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
@@ -84,6 +85,14 @@ def from_plain(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None
     yield from (Training(LM, c, sizes.mlm) for c in OPEN)
     best = systems.chosen(profile, sizes.best, tried and tried())
     yield from (Training(ON_PLAIN, c, best) for c in OPEN)
+
+
+def watched(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None) -> Iterator[Training]:
+    """The trainings of Table 1 that are measured on the way (systems.on_the_way): the paper's best row, on IU X-ray."""
+    sizes = profile.radiology
+    for row in sizes.table1 if IU in systems.collections(profile) else ():
+        if row.label == sizes.best.label:
+            yield Training(row.label, FOLDS + IU, systems.chosen(profile, row, tried and tried()))
 
 
 # --- made --------------------------------------------------------------------------------------------------------
@@ -204,17 +213,19 @@ def stale(profile: Profile) -> list[str]:
     rates = [Training(config.label, FOLDS + "A", config) for config in search]
     if lacking := sum((RECORD.fault(profile, rate.key, digest(profile, rate)) for rate in rates), []):
         return [*lacking, "and all that are trained at the learning rate which these choose"]
-    return sum((RECORD.fault(profile, t.key, digest(profile, t)) for t in _of_record(profile, SEEDS)), [])
+    faults = [RECORD.fault(profile, t.key, digest(profile, t)) for t in _of_record(profile, SEEDS)]
+    faults += [STEPS.fault(profile, t.key, digest(profile, t)) for t in watched(profile, partial(_tried, profile))]
+    return sum(faults, [])
+
+
+def _tried(profile: Profile) -> pd.DataFrame:
+    return tried_rates(RECORD.read(profile))
 
 
 def _of_record(profile: Profile, seeds: tuple[int, ...]) -> Iterator[Training]:
     """All that the record is to have, the learning rate chosen by what it has."""
-
-    def tried() -> pd.DataFrame:
-        return tried_rates(RECORD.read(profile))
-
-    yield from trainings(profile, seeds, tried)
-    yield from from_plain(profile, tried)
+    yield from trainings(profile, seeds, partial(_tried, profile))
+    yield from from_plain(profile, partial(_tried, profile))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -232,6 +243,9 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         made_of = digest(profile, training)
         RECORD.add(profile, training.key, partial(values, profile, training), options.remake, made_of)
+    for training in watched(profile, partial(_tried, profile)):
+        make = partial(systems.on_the_way, profile, IU, training.config)
+        STEPS.add(profile, training.key, make, options.remake, digest(profile, training))
 
 
 if __name__ == "__main__":

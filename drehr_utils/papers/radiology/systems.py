@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 from sentence_transformers import SentenceTransformer
+from transformers import TrainerCallback
 
 from drehr_utils import artifacts, pipeline
 from drehr_utils.config import TripletConfig
@@ -130,6 +131,28 @@ def _fold_values(profile: Profile, train: list[Entry], test: list[Entry], config
     start = pipeline.start_digest(profile)
     key = artifacts.digest(fold_values, test, [train, config] if config else None, start)
     return artifacts.cached_file(profile.cache / f"radiology/fold-{key}.parquet", make)
+
+
+def on_the_way(profile: Profile, collection: str, config: TripletConfig, points: int = 9) -> pd.DataFrame:
+    """The mAP of each query on the way of `fold_values`' trainings, with its `step` (the start's: 0) and whether its
+    finding is one of those that `train`, asked of the sentences trained on, or was `kept aside`."""
+    found = []
+
+    class Measured(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            if state.global_step % -(-state.max_steps // points) and state.global_step != state.max_steps:
+                return
+            for findings, task in asked.items():
+                values = query_values(task, dense(remembering(model))(task.queries, task.sentences))
+                found.append(values[values["metric"] == "mAP"].assign(findings=findings, step=state.global_step))
+
+        def on_train_begin(self, args, state, control, model=None, **_):
+            self.on_step_end(args, state, control, model)  # step 0: the start
+
+    for train, test in folds(profile, collection):
+        asked = {"train": SentenceQueries.of(train), "kept aside": SentenceQueries.of(test)}
+        triplets.train_triplets(pipeline.starting_encoder(profile), train, config, callbacks=[Measured()])
+    return pd.concat(found, ignore_index=True)
 
 
 def searched(profile: Profile) -> list[list[TripletConfig]]:

@@ -155,16 +155,17 @@ def _settings(config: TripletConfig, steps: int) -> dict[str, float]:
 
 
 def train_triplets(
-    encoder: SentenceTransformer, entries: Sequence[Entry], config: TripletConfig, progress: bool = True
+    encoder: SentenceTransformer, entries: Sequence[Entry], config: TripletConfig, **options
 ) -> SentenceTransformer:
     """Trains `encoder` in place on the entries with AdamW, warm-up and linear decay (Appendix A); returns it.
+    `options`: trainer.train's.
 
     Takes minutes, on all of IU X-ray an hour of one core, and keeps no checkpoints: what calls it caches the result."""
     data = TripletSet.build(entries)
     pools, steps = mega_batches(len(data), config)
     loss, settings = TripletLoss(data, pools, config), _settings(config, len(steps))
     with tempfile.TemporaryDirectory() as folder:
-        train(encoder, data, steps, _collate, loss, config, Path(folder), progress=progress, **settings)
+        train(encoder, data, steps, _collate, loss, config, Path(folder), **options, **settings)
     return encoder
 
 

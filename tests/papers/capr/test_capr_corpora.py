@@ -69,3 +69,59 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         corpora.main([str(tmp_path), "--profile", "smoke"])
     assert "no <name>_queries.tsv there; CDV's convert.sh makes it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        corpora.main([str(tmp_path / "data"), "--profile", "smoke", "--and-notes"])
+    assert "--and-notes adds the notes to what --train-on names" in capsys.readouterr().err
+
+
+TRAIN = (  # as CDV's ExportDatasets writes it: no header; a passage has a line for each of its labels
+    "1\tgout ; symptoms\tThe joint is red. It hurts at night.\n"
+    "1\tGout ; treatment\tColchicine is given.\n"
+    "1\tPodagra ; treatment\tColchicine is given.\n"
+    "0\tgout ; symptoms\tColchicine is given.\n"
+)
+
+
+def trains_on(folder, text=TRAIN):
+    folder.mkdir(exist_ok=True)
+    (folder / "wd_disease_train_matchzoo.tsv").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_what_wikipedia_has_to_learn_from_by_hand(tmp_path):
+    first, second = corpora.load_training(trains_on(tmp_path))
+    assert (first.aspect, first.entities) == ("symptoms", ("gout",))
+    assert first.document == first.sentences == ("the joint is red.", "it hurts at night.")
+    assert (second.aspect, second.entities) == ("treatment", ("gout", "podagra"))
+    assert first.labelled and second.labelled and first.document_id != second.document_id
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("yes\tgout ; treatment\tText.", "row 5, field relevance: no whole number"),
+        ("1\tgout\tText.", 'row 5, field query: not "entity ; aspect"'),
+        ("1\tgout ; treatment", "row 5, field text: empty"),
+    ],
+)
+def test_malformed_training(tmp_path, line, said):
+    with pytest.raises(DataError, match=said):
+        corpora.load_training(trains_on(tmp_path, TRAIN + line + "\n"))
+    with pytest.raises(DataError, match="no passage to learn from"):
+        corpora.load_training(trains_on(tmp_path, "0\tgout ; treatment\tText.\n"))
+
+
+@pytest.mark.slow
+def test_what_is_trained_on_wikipedia_is_asked_of_notes_too(tmp_path, tiny_smoke, monkeypatch, capsys):
+    monkeypatch.setattr("drehr_utils.evaluation.records.load_profile", lambda name: tiny_smoke)
+    lines = [f"1\tdisease {i} ; treatment\tDrug {i} is given.\n" for i in range(40)]
+    asked, articles = str(exported(tmp_path / "data")), str(trains_on(tmp_path / "train", "".join(lines)))
+    shown = []
+    for more in ([], ["--and-notes"]):
+        corpora.main([asked, "--systems", systems.BI, "--train-on", articles, *more])
+        shown.append(capsys.readouterr().out)
+        assert "40 passages to learn from" in shown[-1] and "notes kept aside: " in shown[-1]
+        assert shown[-1].count(systems.BI) == 4  # R@1 and R@5 of both sets
+    learnt = corpora.load_training(tmp_path / "train")
+    keys = [systems.trained_model(tiny_smoke, systems.BI, others)[2] for others in ((), learnt)]
+    assert keys[0] != keys[1]

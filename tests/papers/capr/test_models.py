@@ -220,8 +220,10 @@ def test_cdv_starts_as_the_mean_cosine_of_the_encoders_sentences(start):
     model = ContextualDocumentVectors(start, start).eval()
     sentences = torch.from_numpy(encoders.encode(start, SENTENCES))[2:4]  # the third passage's
     e, a = (torch.from_numpy(encoders.encode(start, [text])) for text in ("wheeze", "physical exam"))
-    expected = SCALE * ((sentences @ e.T + sentences @ a.T) / 2).mean()
-    torch.testing.assert_close(model([QUERIES[2]], [passages()[2]])[0, 0], expected, atol=1e-3, rtol=1e-3)
+    for model.shares in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0)):  # the last two: by one head alone
+        entity, aspect = model.shares
+        expected = SCALE * ((entity * sentences @ e.T + aspect * sentences @ a.T) / 2).mean()
+        torch.testing.assert_close(model([QUERIES[2]], [passages()[2]])[0, 0], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_cdv_trains_its_sentence_encoder_only_when_unfrozen():

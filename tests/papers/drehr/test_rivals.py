@@ -65,6 +65,12 @@ def test_windows_join_as_a_share_of_the_similarity(tmp_path, monkeypatch):
     whole, best = pipeline.model_scores(profile, None, dev), rivals.window_scores(profile, None, dev)
     alone = rivals.joined_scores(profile, None, dev, grid[0])
     np.testing.assert_allclose(alone, (whole + best) / 2, rtol=1e-6)
+    plain, expanded, _ = rivals.string_scores(profile, dev)
+    assert (plain != expanded).any()
+    words = np.maximum(plain, 0)  # weights without names ask no graph, in the expansion neither
+    by_hand = whole / 4 + 3 * best / 4 + 0.4 * words / (words + 20)
+    np.testing.assert_allclose(rivals.joined_scores(profile, None, dev, hybrid.Weights(0, 0.4, 0.75)), by_hand, 1e-5)
+    assert not any(weights.names for weights in hybrid.WORDS_GRID)
     encoder, query, text = (
         pipeline.starting_encoder(profile),
         *(list(part.values())[3] for part in (dev.queries, dev.corpus)),

@@ -60,6 +60,22 @@ def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypat
     assert (committed.read_bytes() if committed.exists() else None) == before
 
 
+def test_what_is_watched_on_its_way_starts_and_ends_as_table_1_has_it(smoke):
+    sizes = smoke.radiology
+    profile = replace(smoke, radiology=replace(sizes, table1=(replace(sizes.best, max_steps=3),)))
+    (training,) = runs.watched(profile)
+    assert training.trained == runs.FOLDS + systems.IU and training.key["seed"] == 0
+    found = systems.on_the_way(profile, systems.IU, training.config, points=2)
+    assert sorted(found["step"].unique()) == [0, 2, 3] and set(found["findings"]) == {"train", "kept aside"}
+    aside = found[found["findings"] == "kept aside"]
+    for step, config in ((0, None), (3, training.config)):
+        table1 = systems.fold_values(profile, systems.IU, config).query("metric == 'mAP'")
+        assert aside.loc[aside["step"] == step, "query_id"].tolist() == table1["query_id"].tolist()
+        np.testing.assert_allclose(aside.loc[aside["step"] == step, "value"], table1["value"], atol=1e-6)
+    trains = found[(found["findings"] == "train") & (found["step"] == 0)]
+    assert len(trains) and not set(trains["query_id"]) - set(aside["query_id"])  # each half trains once, for the other
+
+
 def test_without_its_weights_a_plain_start_is_left_out(smoke, capsys, monkeypatch):
     monkeypatch.setattr(weights, "locate", lambda name: None)
     monkeypatch.setattr(runs, "trainings", lambda *_: iter(()))  # which would choose the learning rate
