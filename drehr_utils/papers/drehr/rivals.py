@@ -85,7 +85,7 @@ def mean_of_six(bench: Benchmark, scores: np.ndarray) -> float:
 def hybrid_grid(profile: Profile, model: Path | None, grid: Sequence[Weights] = hybrid.GRID) -> dict[Weights, float]:
     """Weights -> the mean on dev of Table 4's six metrics, for an encoder joined with strings and the graph."""
     dev = pipeline.benchmark(profile, "dev")
-    join, parts = _joiner(profile, model, dev, grid)
+    join, parts = _joiner(profile, model, dev, any(weights.windows for weights in grid))
     key = artifacts.digest(hybrid_grid, *parts, grid, *dev.texts, dev.qrels, dev.patients)
 
     found = artifacts.cached_file(
@@ -111,23 +111,22 @@ def hybrid_scores(
 
 def joined_scores(profile: Profile, model: Path | None, bench: Benchmark, weights: Weights) -> np.ndarray:
     """hybrid_scores by these weights."""
-    return _joiner(profile, model, bench, [weights])[0](weights)
+    return _joiner(profile, model, bench, bool(weights.windows))[0](weights)
 
 
 def _joiner(
-    profile: Profile, model: Path | None, bench: Benchmark, grid: Sequence[Weights]
+    profile: Profile, model: Path | None, bench: Benchmark, with_windows: bool
 ) -> tuple[Callable[[Weights], np.ndarray], list[np.ndarray]]:
-    """The function from weights to a hybrid's scores, and what it joins. A grid that counts no names asks no graph: its
-    BM25 is of the query as it is."""
+    """The function from weights to a hybrid's scores, and what it joins. Weights that count no names ask no graph:
+    their BM25 is of the query as it is."""
     similarity, (plain, expanded, counts) = pipeline.model_scores(profile, model, bench), string_scores(profile, bench)
-    best = [window_scores(profile, model, bench)] if any(weights.windows for weights in grid) else []
-    words = expanded if any(weights.names for weights in grid) else plain
+    best = [window_scores(profile, model, bench)] if with_windows else []
 
     def join(weights: Weights) -> np.ndarray:
         whole = windows.blended(similarity, *best, weights.windows) if best else similarity
-        return hybrid.joined(whole, counts, words, weights)
+        return hybrid.joined(whole, counts, expanded if weights.names else plain, weights)
 
-    return join, [similarity, words, counts, *best]
+    return join, [similarity, plain, expanded, counts, *best]
 
 
 def untrained_scores(profile: Profile, bench: Benchmark) -> dict[str, Scores]:
