@@ -72,16 +72,24 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
 
 
 def test_a_share_row_differs_from_its_system_by_the_share_alone(smoke):
-    rows = systems.share_rows(smoke)
+    *rows, turned = systems.share_rows(smoke)
     assert [systems.task_of(row) for row in rows] == [*systems.tasks(smoke)]
     for row in rows:
         ours, whole = systems.training(smoke, row), systems.training(smoke, systems.task_of(row))
         assert {ours.start_share, whole.start_share} == {0.0, 0.5}
         assert replace(ours, start_share=whole.start_share) == whole
         assert systems.trained_on(smoke, row) == systems.trained_on(smoke, systems.task_of(row))
+    for row in (*rows, turned):
         asked = [*systems.test_sets(smoke), systems.own_test(smoke, systems.task_of(row)), systems.all_codes(smoke)]
         assert list(runs.tested(smoke, row, 0)) == [found.name for found in asked]
-    assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows)}) == 10 + 8
+    assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows, turned)}) == 10 + 9
+
+
+def test_the_turned_row_differs_from_its_system_by_the_side_that_is_sought_alone(smoke):
+    turned = systems.share_rows(smoke)[-1]
+    assert systems.training(smoke, turned) == systems.training(smoke, "ICD-10 Graph")
+    (ours,), (theirs,) = systems.trained_on(smoke, turned), systems.trained_on(smoke, "ICD-10 Graph")
+    assert [ours.pair(i)[::-1] for i in range(len(ours))] == [theirs.pair(i) for i in range(len(theirs))]
 
 
 def test_a_long_row_differs_from_its_system_by_the_steps_alone(smoke):
