@@ -35,7 +35,7 @@ BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
 PLAIN, LM, ON_PLAIN = systems.PLAIN, f"{systems.PLAIN} (LM-tuned)", f"SBERT on {systems.PLAIN}"
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
 TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
-SEEDS = (1, 2)  # beside 0, of the models that Tables 2 to 4 test
+SEEDS = (1, 2)  # beside 0, of Table 1's rows on A and the models that Tables 2 to 4 test
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ class Training:
 def trainings(
     profile: Profile, seeds: tuple[int, ...] = (), tried: Callable[[], pd.DataFrame] | None = None
 ) -> Iterator[Training]:
-    """All of Tables 1 to 4, what matters most first, and again with `seeds` what Tables 2 to 4 test.
+    """All of Tables 1 to 4, what matters most first, and again with `seeds` Table 1's rows on A and what Tables 2 to 4
+    test.
 
     `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search)."""
     sizes, here = profile.radiology, systems.collections(profile)
     rows = dict.fromkeys(("A", *([IU] if IU in here else [])), sizes.table1)
     yield from (Training(system, NOTHING) for system in (BM25, pipeline.START))
     yield from (Training(pipeline.START, FOLDS + c) for c in rows)
-    search, check = systems.searched(profile) or ([], [])
+    search, *others = systems.searched(profile) or [[]]
     yield from (Training(config.label, FOLDS + "A", config) for config in search)
     found = tried and tried()
     best = systems.chosen(profile, sizes.best, found)
@@ -72,8 +73,10 @@ def trainings(
     yield from (Training(row.label, FOLDS + "A", row) for row in rows["A"] if row not in search)
     if IU in here:
         yield Training(SBERT, IU, best)
-    yield from (Training(config.label, FOLDS + "A", config) for config in check if config not in rows["A"])
     yield from (Training(SBERT, c, replace(best, seed=seed)) for seed in seeds for c in OPEN)
+    yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in rows["A"])
+    check = [config for row in others for config in row if config not in rows["A"]]
+    yield from (Training(config.label, FOLDS + "A", config) for config in check)
     yield from (Training(row.label, FOLDS + IU, row) for row in rows.get(IU, ()))
 
 
@@ -189,8 +192,8 @@ def _named(found: pd.DataFrame, best: str) -> pd.DataFrame:
 
 
 def tried_rates(found: pd.DataFrame) -> pd.DataFrame:
-    """systems.rates of the rows that were trained on A's folds."""
-    return systems.rates(found[(found["trained"] == FOLDS + "A") & (found["rate"] > 0)])
+    """systems.rates of the rows that were trained on A's folds, with the seed that all rates were tried with."""
+    return systems.rates(found[(found["trained"] == FOLDS + "A") & (found["rate"] > 0) & (found["seed"] == 0)])
 
 
 def by_name(found: pd.DataFrame, table: int, tested: str) -> dict[str, pd.DataFrame]:
@@ -209,7 +212,7 @@ def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:
 
 def stale(profile: Profile) -> list[str]:
     """The trainings of the profile that the record lacks, or has of another recipe or other data."""
-    search, _ = systems.searched(profile) or ([], [])
+    search, *_ = systems.searched(profile) or [[]]
     rates = [Training(config.label, FOLDS + "A", config) for config in search]
     if lacking := sum((RECORD.fault(profile, rate.key, digest(profile, rate)) for rate in rates), []):
         return [*lacking, "and all that are trained at the learning rate which these choose"]

@@ -156,11 +156,11 @@ def on_the_way(profile: Profile, collection: str, config: TripletConfig, points:
 
 
 def searched(profile: Profile) -> list[list[TripletConfig]]:
-    """The rows whose learning rates are tried where the profile has several, each with all of them: the paper's best,
-    which chooses the rate for all rows; and with hard sampling but no mega-batch, to see whether it would choose
-    another."""
+    """Table 1's rows, each at all learning rates, where the profile has several: first the paper's best, which chooses
+    the rate for all; the others, to see whether they would choose another."""
     sizes = profile.radiology
-    rows = [replace(sizes.table1[0], hard=True, mega_batch=n) for n in (sizes.best.mega_batch, sizes.best.batch_size)]
+    others = [row for row in sizes.table1 if row.label != sizes.best.label]
+    rows = [replace(sizes.table1[0], hard=True, mega_batch=sizes.best.mega_batch), *others]
     tried = [[replace(row, learning_rate=rate) for rate in sizes.rates] for row in rows]
     return tried if len(sizes.rates) > 1 else []
 

@@ -50,7 +50,7 @@ def test_every_row_of_table_1_takes_the_same_steps():
 
 def test_the_rate_is_chosen_by_the_best_row_over_all_queries():
     profile = load_profile("full")
-    best, check = (row[0].label for row in steps.searched(profile))
+    best, check, *_ = (row[0].label for row in steps.searched(profile))
     tried = pd.DataFrame({"row": [best, best, check], "learning rate": [1e-5, 2e-5, 1e-4], "all": [70.0, 71, 90]})
     assert steps.chosen(profile, profile.radiology.table1[0], tried).learning_rate == 2e-5
     assert steps.chosen(load_profile("open"), profile.radiology.best).learning_rate == 5e-5  # tries none
