@@ -51,14 +51,10 @@ class Record:
         own = (done[list(key)] == pd.Series(key)).all(axis=1) if len(done) else pd.Series(dtype=bool)
         return done[own], done[~own]
 
-    def digest(self, profile: Profile, key: dict[str, str | float]) -> str | None:
-        """What the rows with this key were made of, as `add` was told; None where there are none."""
-        own, _ = self._parts(profile, key)
-        return str(own["digest"].iloc[0]) if len(own) else None
-
     def fault(self, profile: Profile, key: dict[str, str | float], digest: str) -> list[str]:
         """A line for `--check` where there are no rows with this key, or they were made of something else."""
-        if (made_of := self.digest(profile, key)) == digest:
+        own, _ = self._parts(profile, key)
+        if (made_of := str(own["digest"].iloc[0]) if len(own) else None) == digest:
             return []
         said = ", ".join(f"{name} {value}" for name, value in key.items())
         return [f"{said}: {'not there' if made_of is None else 'other settings or data, or another start'}"]
@@ -98,12 +94,15 @@ class Record:
 # --- the commands that make records, or measure what has none --------------------------------------------------------
 
 
-def command(doc: str) -> argparse.ArgumentParser:
-    """The options that all of them have."""
+OPTIONS = {"--remake": "also what the records hold", "--check": "say which are out of date, and make none"}
+
+
+def command(doc: str, profile: str = "full", options: Sequence[str] = tuple(OPTIONS)) -> argparse.ArgumentParser:
+    """A parser with those of OPTIONS, and `--profile`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--remake", action="store_true", help="also what the records hold")
-    parser.add_argument("--check", action="store_true", help="say which are out of date, and make none")
-    parser.add_argument("--profile", default="full")
+    for option in options:
+        parser.add_argument(option, action="store_true", help=OPTIONS[option])
+    parser.add_argument("--profile", default=profile, help=f"default: {profile}")
     return parser
 
 

@@ -10,7 +10,6 @@ weight is chosen here. Notebook 16 shows data/transfer.csv.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -49,11 +48,10 @@ SHOWN = {  # test set -> its metrics in the record
 # --- retrievers -----------------------------------------------------------------------------------------------------
 
 
-def towers(queries: SentenceTransformer, texts: SentenceTransformer | None = None) -> Score:
-    """Cosines of an encoder's embeddings, up to 512 tokens; `texts`: the texts' own encoder, where there are two."""
-    ask = remembering(queries)
-    read = ask if texts is None else remembering(texts)
-    return lambda asked, searched: ask(asked) @ read(searched).T
+def towers(*models: SentenceTransformer | Path) -> Score:
+    """Cosines of an encoder's embeddings, up to 512 tokens; of two encoders, the first is the queries'."""
+    encode = [remembering(encoders.load_encoder(model) if isinstance(model, Path) else model) for model in models]
+    return lambda asked, searched: encode[0](asked) @ encode[-1](searched).T
 
 
 def _hybrid(profile: Profile) -> Score:
@@ -64,28 +62,19 @@ def _hybrid(profile: Profile) -> Score:
 def retrievers(profile: Profile) -> dict[str, Callable[[], Score]]:
     """Name -> what loads it. A Poly- or a Cross-encoder, or CDV, has no embedding of a text to compare, and isn't here;
     nor are Figure 2's systems of KG, which were trained on notes of the test split."""
-
-    def load(folder: Path) -> Score:
-        return towers(encoders.load_encoder(folder))
-
-    def capr_bi() -> Score:
-        return towers(*capr.trained_model(profile, capr.BI)[0].encoders)
-
-    def sbert() -> Score:
-        return towers(radiology.sbert(profile, TRAIN))
-
     found: dict[str, Callable[[], Score]] = {
         rivals.CHANCE: lambda: lambda asked, searched: np.zeros((len(asked), len(searched))),  # ties: a random order
         "BM25": lambda: bm25,
         pipeline.START: lambda: towers(pipeline.starting_encoder(profile)),
     }
     for system in (pipeline.PUBLISHED, pipeline.IMPROVED):
-        found[pipeline.row_name(profile, system)] = lambda s=system: load(pipeline.trained_model(profile, s)[0])
-    found |= {pipeline.IMPROVED: lambda: load(IMPROVED), rivals.HYBRID_WINDOWS: lambda: _hybrid(profile)}
+        found[pipeline.row_name(profile, system)] = lambda s=system: towers(pipeline.trained_model(profile, s)[0])
+    found |= {pipeline.IMPROVED: lambda: towers(IMPROVED), rivals.HYBRID_WINDOWS: lambda: _hybrid(profile)}
     single = [f"{graph} {kind}" for graph in (kg.ICD10, *kg.graphs(profile)) for kind in ("Syn", "Graph")]
     for name in (*single, kg.COMB):
-        found[name] = lambda n=name: load(kg.train(profile, n)[0])
-    return found | {capr.BI: capr_bi, SBERT: sbert}
+        found[name] = lambda n=name: towers(kg.train(profile, n)[0])
+    found[capr.BI] = lambda: towers(*capr.trained_model(profile, capr.BI)[0].encoders)
+    return found | {SBERT: lambda: towers(radiology.sbert(profile, TRAIN))}
 
 
 # --- test sets ------------------------------------------------------------------------------------------------------
@@ -120,10 +109,8 @@ def rows(profile: Profile, values: Mapping[str, pd.DataFrame], start: Mapping[st
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--remake", action="store_true", help="ask retrievers that the record has again")
+    parser = records.command(__doc__, "open", ["--remake"])
     parser.add_argument("--only", metavar="RETRIEVER", help="this one")
-    parser.add_argument("--profile", default="open", help="another than open has its record in its cache")
     options, profile = records.parse(parser, arguments)
     found = retrievers(profile)
     if options.only and options.only not in found:

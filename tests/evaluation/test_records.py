@@ -41,7 +41,7 @@ def test_rows_of_something_else_are_replaced(smoke, capsys):
     assert zipped.add(smoke, key, rows(1), digest="1") and not zipped.add(smoke, key, rows(2), digest="1")
     assert zipped.add(smoke, {"name": "b"}, rows(3), digest="1") and zipped.add(smoke, key, rows(2), digest="2")
     assert zipped.read(smoke)["ours"].tolist() == [3, 1.2346, 2, 1.2346]
-    assert zipped.digest(smoke, key) == "2" and zipped.digest(smoke, {"name": "c"}) is None
+    assert zipped.fault(smoke, key, "2") == [] and "not there" in zipped.fault(smoke, {"name": "c"}, "2")[0]
     assert gzip.decompress(zipped.path(smoke).read_bytes()).startswith(b"name,metric,ours,minutes,date,machine,digest")
     first = zipped.path(smoke).read_bytes()
     assert zipped.add(smoke, key, rows(2), digest="3") and zipped.add(smoke, key, rows(2), digest="2")
@@ -52,7 +52,8 @@ def test_a_digest_that_looks_like_a_number_stays_as_it_is(smoke, capsys):
     record, key = Record("runs/toy.csv.gz"), {"name": "a"}
     assert record.add(smoke, key, rows(1), digest="4846e1086689")  # which a float takes for infinite
     assert not record.add(smoke, key, rows(2), digest="4846e1086689")
-    assert record.add(smoke, {"name": "b"}, rows(3), digest="007") and record.digest(smoke, {"name": "b"}) == "007"
+    assert record.add(smoke, {"name": "b"}, rows(3), digest="007")
+    assert record.fault(smoke, {"name": "b"}, "007") == [] and record.fault(smoke, {"name": "b"}, "7")
     assert set(record.read(smoke)["digest"]) == {"4846e1086689", "007"}
 
 

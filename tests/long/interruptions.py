@@ -54,13 +54,15 @@ fig, axes = plt.subplots()
 axes.hist(lengths)
 plots.save_figure(fig, "fig_small", profile.figures)
 """
-STAGE = "{ max_steps = 8, batch_size = 4, positives_per_chunk = 8 }"
+STAGE = "{{ max_steps = {steps}, batch_size = 4, positives_per_chunk = 8 }}"
+SIZES = {False: (8, 40), True: (4, 16)}  # few points or not: steps of each stage of training, notes of an index
 
 
 @contextlib.contextmanager
 def own_root(small: bool) -> Iterator[Path]:
     """A project whose data are this one's and whose caches are empty, but for the graph; the package works in it. Its
     notebooks are this one's as well, or the `small` one alone."""
+    steps, notes = SIZES[small]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "data/cache").mkdir(parents=True)
@@ -73,8 +75,13 @@ def own_root(small: bool) -> Iterator[Path]:
             nbformat.write(new_notebook(cells=cells), root / "notebooks/01_small.ipynb")
         else:
             (root / "notebooks").symlink_to(REPOSITORY / "notebooks")
-        (root / "trial.toml").write_text(PROFILE.format(encoder=root / "encoder", stage=STAGE))
-        os.environ |= {"DREHR_ROOT": folder, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        (root / "trial.toml").write_text(PROFILE.format(encoder=root / "encoder", stage=STAGE.format(steps=steps)))
+        os.environ |= {
+            "TRIAL_NOTES": str(notes),
+            "DREHR_ROOT": folder,
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         os.environ |= {"HF_HUB_OFFLINE": "1", "DREHR_PROFILE": str(root / "trial.toml")}
         from tiny_bert import tiny_bert
 
@@ -144,7 +151,7 @@ def index(profile) -> None:
     else:
         hybrid = Hybrid(pipeline.starting_encoder(profile), small_graph(), Weights(0.2, 0.4))
         found = index_module.NoteIndex.create(folder, hybrid)
-    found.update(pipeline.notes(profile)[0][:40], progress=False)
+    found.update(pipeline.notes(profile)[0][: int(os.environ["TRIAL_NOTES"])], progress=False)
 
 
 def states() -> tuple[list, list]:

@@ -12,7 +12,6 @@ exports them, or on both; then the notes that are kept aside are asked, too (CAP
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,12 +118,11 @@ def compared(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__, options=[])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--systems", nargs="+", default=[], metavar="SYSTEM", choices=systems.TRAINED)
     parser.add_argument("--train-on", type=Path, metavar="FOLDER", help="with CDV's training set, not on notes")
     parser.add_argument("--and-notes", action="store_true", help="on these, too")
-    parser.add_argument("--profile", default="full")
     options, profile = records.parse(parser, arguments)
     if options.and_notes and not options.train_on:
         parser.error("--and-notes adds the notes to what --train-on names; without it they alone are trained on")

@@ -12,10 +12,8 @@ import pandas as pd
 import scipy.optimize
 
 from drehr_utils import pipeline
-from drehr_utils.config import ALPHA, LAMBDA, Recipe, Resampling, StageConfig
-from drehr_utils.data.benchmark import MATCH_TYPES
+from drehr_utils.config import ALPHA, LAMBDA, Recipe, StageConfig
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation import intervals, metrics
 from drehr_utils.evaluation.intervals import contrast as contrast
 from drehr_utils.profiles import Profile
 from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
@@ -107,30 +105,6 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
 
 
 # --- scores ------------------------------------------------------------------------------------------------------
-
-
-def _average(values: pd.DataFrame, match_type: str) -> pd.DataFrame:
-    return metrics.of_group(values, "single", match_type).query("metric == @metrics.AVERAGE")
-
-
-def match_type_rows(
-    name: str, values: pd.DataFrame, resampling: Resampling, start: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Table 5's cells of one system from its metrics.per_search: the Average of MRR, NDCG and MAP by match type, as
-    intervals.result_rows."""
-    rows = []
-    for kind in MATCH_TYPES:
-        if not (ours := _average(values, kind)).empty:
-            base = None if start is None else _average(start, kind)
-            rows.append(intervals.result_rows(name, "single", kind, ours, resampling, base))
-    return pd.concat(rows, ignore_index=True)
-
-
-def match_type_gains(name: str, values: pd.DataFrame, start: pd.DataFrame, resampling: Resampling) -> pd.DataFrame:
-    """What a system gains on another by match type, with paired intervals and p, as intervals.gain_rows."""
-    pairs = {kind: (_average(values, kind), _average(start, kind)) for kind in MATCH_TYPES}
-    rows = [intervals.gain_rows(name, "single", k, *pair, resampling) for k, pair in pairs.items() if len(pair[0])]
-    return pd.concat(rows, ignore_index=True)
 
 
 def gained(values: pd.DataFrame, start: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,6 @@ One's own file has the columns note_id, mention and icd10cm_code, and is searche
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -114,12 +113,11 @@ def compared(profile: Profile, test_set: TestSet, names: Sequence[str]) -> pd.Da
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.command(__doc__, "mimic", [])
     parser.add_argument("corpus", choices=CORPORA)
     parser.add_argument("folder", type=Path, help="of icd10 the file")
     parser.add_argument("--fetch", action="store_true", help="MedMentions into the folder first")
     parser.add_argument("--systems", nargs="+", default=[], metavar="SYSTEM", help="notebook 12's")
-    parser.add_argument("--profile", default="mimic")
     options, profile = records.parse(parser, arguments)
     if options.fetch and options.corpus != "medmentions":
         parser.error("MedMentions alone can be fetched; COMETA is had by request: https://siphs.org/corpus")

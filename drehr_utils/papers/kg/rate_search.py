@@ -11,7 +11,6 @@ Notebook 12 shows data/kg_dev_search.csv; its own test of the comb has other men
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pandas as pd
@@ -62,10 +61,8 @@ def _scores(profile: Profile, train: Task, dev: linking.TestSet, config: PairCon
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--remake", action="store_true", help="score candidates that the record has again")
+    parser = records.command(__doc__, "open", ["--remake"])
     parser.add_argument("--only", choices=CHOICES, help="the candidates of this task")
-    parser.add_argument("--profile", default="open", help="another than open has its record in its cache")
     options, profile = records.parse(parser, arguments)
     for task in [options.only] if options.only else CHOICES:
         if task == systems.SUPERVISED:

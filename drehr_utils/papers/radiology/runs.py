@@ -136,15 +136,11 @@ def budget(profile: Profile, training: Training) -> dict[str, int]:
     if training.system in (MLM, LM):
         steps = triplets.lm_steps(len(systems.said_in(profile, training.trained)), config)
         return {"steps": steps, "shown": steps * config.batch_size}
-    steps = triplets.mega_batches(len(_entries(profile, training)), config)[1]
+    trained = training.trained.removeprefix(FOLDS)
+    whole = trained == training.trained
+    entries = systems.training_entries(profile, trained) if whole else systems.folds(profile, trained)[0][0]
+    steps = triplets.mega_batches(len(entries), config)[1]
     return {"steps": len(steps), "shown": sum(map(len, steps))}
-
-
-def _entries(profile: Profile, training: Training) -> list:
-    collection = training.trained.removeprefix(FOLDS)
-    if training.trained != collection:
-        return systems.folds(profile, collection)[0][0]
-    return systems.training_entries(profile, collection)
 
 
 def digest(profile: Profile, training: Training) -> str:
