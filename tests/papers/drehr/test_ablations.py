@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -51,7 +52,8 @@ def test_two_trained_ablations_differ_by_their_sources_only(tiny_smoke):
     made = [json.loads((folder / "stage.json").read_text()) for folder in stage2]
     assert differences(*made) - {"minutes"} == {"start"}  # stage II: another checkpoint to start from, nothing else
     stage1 = [json.loads((stage2[0].parent / m["start"] / "stage.json").read_text()) for m in made]
-    assert differences(*stage1) <= {"config", "chunks", "minutes"} and stage1[0]["start"] == profile.encoder
+    assert differences(*stage1) <= {"config", "chunks", "minutes"}
+    assert Path(stage1[0]["start"]).name == Path(profile.encoder).name  # an earlier session's lay in another folder
     assert differences(stage1[0]["config"], stage1[1]["config"]) == {"sources"}
     assert [s["config"]["sources"] for s in stage1] == [["string match"], ["string match", "abbreviation", "synonym"]]
     steps = [len((folder / "loss.csv").read_text().splitlines()) for folder in stage2]
