@@ -36,6 +36,8 @@ class StageConfig:
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
     hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives
+    mined: bool = False  # ... or terms that the hybrid as it is shipped ranks high for the chunk, below its positives
+    distil: float = 0.0  # weight of the divergence from that hybrid's softmax, for each term, over a batch's chunks
     recompute: bool = False  # encode twice instead of keeping activations: a batch in its largest bucket's memory
     gather_negatives: bool = False  # of several processes, each contrasts with all's terms; else with its own, as §4.2
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search

@@ -40,7 +40,7 @@ from drehr_utils.data.benchmark import Benchmark, load_benchmark, subset
 from drehr_utils.data.benchmark import benchmark_folder as benchmark_folder
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization
-from drehr_utils.profiles import Profile
+from drehr_utils.profiles import ROOT, Profile
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.training import encoders, general_texts, positives, sampling, trainer
 from drehr_utils.training.positives import PositiveSets
@@ -136,6 +136,29 @@ def _untrained(profile: Profile, recipe: Recipe) -> SentenceTransformer:
     return reading_names(profile) if recipe.read_names else starting_encoder(profile)
 
 
+class Taught:
+    """What the shipped hybrid by windows makes of every training chunk and every term that is positive for one."""
+
+    def __init__(self, profile: Profile, data: TrainingSet):
+        from drehr_utils.search.hybrid import Hybrid
+
+        texts, sets = [data.text(k) for k in range(len(data))], [data.positives(k) for k in range(len(data))]
+        self.terms = sorted({term for terms in sets for term in terms})
+        self.at = {term: i for i, term in enumerate(self.terms)}
+        teacher = Hybrid.load(ROOT / "data/models/drehr-by-windows", knowledge_graph(profile)).index(texts)
+        parts = [teacher.scores(self.terms[i : i + 512]) for i in range(0, len(self.terms), 512)]
+        self.table = np.concatenate(parts).astype(np.float32)  # [terms, chunks]
+
+    def scores(self, k: int, terms: Sequence[str]) -> np.ndarray:
+        return self.table[[self.at[term] for term in terms], k]
+
+    def near(self, k: int, positives: Sequence[str], n: int = 30) -> list[str]:
+        """The n best terms of those that score less than 0.95 of the positives' mean (NV-Retriever's rule)."""
+        scores = self.table[:, k]
+        bound = 0.95 * scores[[self.at[term] for term in positives]].mean()
+        return [self.terms[i] for i in np.argsort(-np.where(scores < bound, scores, -np.inf))[:n]]
+
+
 def _train(
     profile: Profile,
     stage: str,
@@ -163,6 +186,8 @@ def _train(
         view = graph_view(profile) if config.uses_graph else None
         others = general_texts.general_texts(knowledge_graph(profile), seed=profile.seed) if config.keep else ()
         data = TrainingSet.build(chunks(profile, stage=stage), sets, config.sources, view, others)
+        if config.distil or config.mined:
+            data.teacher = Taught(profile, data)
         reference = starting_encoder(profile).requires_grad_(False) if config.keep else None
         begun = time.time()
         options = {"activation_checkpointing": True} if profile.gradient_checkpointing else {}

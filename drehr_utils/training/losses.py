@@ -84,3 +84,11 @@ def embedding_drift(embeddings: Tensor, before: Tensor) -> Tensor:
 
     No part of the papers: what the improved recipe adds to equation 3 so that other kinds of text stay in place."""
     return (1 - (embeddings * before).sum(dim=1)).mean()
+
+
+def divergence(S: Tensor, taught: Tensor, temperature: float = 0.05) -> Tensor:
+    """Mean over anchors of the KL divergence of softmax(S) from the teacher's, `taught`; both [anchors, samples]. Scalar.
+
+    No part of the papers: distilling a ranking into an encoder."""
+    own, teacher = (torch.log_softmax(scores / temperature, dim=1) for scores in (S.float(), taught.float()))
+    return torch.nn.functional.kl_div(own, teacher, reduction="batchmean", log_target=True)

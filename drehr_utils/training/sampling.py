@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class TrainingSet:
     positives: Callable[[int], list[str]]  # of the k-th chunk that was kept
     graph: GraphView = field(default_factory=lambda: GraphView())
     other_texts: list[str] = field(default_factory=list)  # those that StageConfig.keep holds in place
+    teacher: Any = None  # of StageConfig.distil and .mined: pipeline.Taught
 
     @classmethod
     def build(
@@ -151,6 +153,7 @@ class Row(NamedTuple):
     mentioned: frozenset[str] = frozenset()  # ids of the graph's concepts whose terms are positive for the text
     left_out: frozenset[str] = frozenset()  # ids of those whose terms are neither positive nor negative
     others: Sequence[str] = ()  # texts of other kinds, to be kept in place
+    taught: Callable[[Sequence[str]], np.ndarray] | None = None  # the teacher's scores of terms for this text
     hard: Sequence[str] = ()  # terms that are negatives of this text, and of no other for being listed here
 
 
@@ -169,7 +172,9 @@ class PositivePairs(Dataset):
         rng = np.random.default_rng([config.seed, 1 + epoch, i])
         terms, text = self.data.positives(i), self.data.text(i)
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
-        near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
+        near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives and not config.mined else ()
+        if config.mined:
+            near = self.data.teacher.near(i, terms)
         near = sorted(set(near) - set(terms))
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
@@ -180,7 +185,9 @@ class PositivePairs(Dataset):
         other_texts = self.data.other_texts
         kept = rng.choice(len(other_texts), config.kept_per_chunk, replace=False) if config.keep else ()
         hard = [near[i] for i in rng.permutation(len(near))[: config.hard_negatives]]
-        return Row(text, drawn, terms, mentioned, left_out, [other_texts[k] for k in kept], hard)
+        taught = partial(self.data.teacher.scores, i) if config.distil else None
+        others = [other_texts[k] for k in kept]
+        return Row(text, drawn, terms, mentioned, left_out, others, taught, hard)
 
 
 @dataclass
@@ -218,6 +225,8 @@ class Collator:
         if others:
             kept["others"] = token_buckets(self.encoder, others, CHUNK_TOKENS, self.entity_buckets, most=self.most)
             kept["before"] = torch.from_numpy(np.stack([self.before[text] for text in others]))  # [others, dim]
+        if rows[0].taught:
+            kept["taught"] = torch.tensor(np.stack([row.taught(terms) for row in rows]))  # [chunks, unique entities]
         if self.windows:
             parts = [windows(text) for text in texts]
             every = [window for part in parts for window in part]

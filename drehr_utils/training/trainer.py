@@ -273,6 +273,8 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig) -> Ten
     else:
         S = chunks @ entities.T
     loss = contrastive_loss(S, inputs["columns"], *masks)
+    if "taught" in inputs:
+        loss = loss + config.distil * losses.divergence(S.T, inputs["taught"].T)
     if "others" in inputs:
         loss = loss + config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), inputs["before"])
     return loss
