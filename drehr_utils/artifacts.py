@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -252,9 +253,23 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
 def sweep(folder: Path) -> None:
     """Removes what killed runs left half made under `folder`, and what nobody is making now."""
     for partial in list(folder.rglob("partial-*")):
+        if writer := re.match(r"partial-(\d+)-", partial.name):  # files.write_atomically's, without a lock
+            if not _is_running(int(writer[1])):
+                remove(partial)
+            continue
         held = partial.with_name(f".{partial.name.removeprefix('partial-')}.lock")
         with suppress(DataError), lock(held, "sweeping", wait=False):
             remove(partial)

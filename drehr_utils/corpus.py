@@ -25,7 +25,7 @@ from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.matching import EntityMatcher
 from drehr_utils.llm import client, prompts, servers
 from drehr_utils.llm.answers import Answers, AnswerStore
-from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.profiles import ROOT, Profile, cached_by
 from drehr_utils.training import positives
 from drehr_utils.training.positives import AbbreviationCleaning, PositiveSets
 
@@ -105,7 +105,10 @@ def chunks(profile: Profile, split: str = "train", stage: str = "") -> Sequence[
 # --- notebook 02 -------------------------------------------------------------------------------------------------
 
 
-@cache
+GRAPH = "bios", "open_kg"  # the fields that say which graph
+
+
+@cached_by(*GRAPH)
 def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
     if profile.bios is not None:
@@ -116,14 +119,14 @@ def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     return graph
 
 
-@cache
+@cached_by(*GRAPH)
 def graph_digest(profile: Profile) -> str:
     """Of all that the graph is made of."""
     source = profile.bios or vocabularies.made_of(profile.open_kg)
     return artifacts.digest(knowledge_graph, source)
 
 
-@cache
+@cached_by(*GRAPH)
 def matcher(profile: Profile) -> EntityMatcher:
     return EntityMatcher(knowledge_graph(profile).term2cui)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -175,8 +174,6 @@ def _train(
         if partial is None:
             return
         encoders.save_encoder(encoder, partial)
-        if (measured := work / trainer.MEASURED).exists():
-            shutil.copy(measured, partial)
         loss.to_csv(partial / "loss.csv", index=False)
         made_of = {"start": start.name if isinstance(start, Path) else profile.encoder, "chunks": len(data)}
         made_of["minutes"] = round((time.time() - begun) / 60, 1)
@@ -192,23 +189,18 @@ def _train(
     return folder
 
 
-def curve(folder: Path) -> pd.DataFrame:
-    """A trained stage's loss curve, with what was measured on the way in the columns beside it."""
-    losses = pd.read_csv(folder / "loss.csv")
-    points = folder / trainer.MEASURED
-    return losses.merge(pd.read_csv(points), on="step", how="left") if points.exists() else losses
-
-
 def train_recipe(
     profile: Profile, recipe: Recipe, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Path, dict[str, pd.DataFrame]]:
     """The model folder that a recipe gives, trained where it isn't there, and the curve of each stage.
 
-    Stages that two recipes share are trained once."""
+    Stages that two recipes share are trained once; the folder tells one with callbacks, whose curve has what a
+    trainer.Curve measured, from one without, and not which they were."""
     models = profile.cache / "models"
     key = artifacts.digest(
-        train_recipe, start_digest(profile), profile.lora, profile.seed, profile.processes, profile.deepspeed
-    )
+        train_recipe, start_digest(profile), profile.lora, profile.seed, profile.processes, profile.deepspeed,
+        bool(callbacks),
+    )  # fmt: skip
     if recipe.read_names:
         key = artifacts.digest(key, "names read", graph_digest(profile))
     folder, curves = None, {}
@@ -219,7 +211,7 @@ def train_recipe(
             key = artifacts.digest(key, stage, config, made_of, graph)
             start = folder or _untrained(profile, recipe)
             folder = _train(profile, stage, sets, config, start, models / f"{stage}-{key}", callbacks)
-            curves[stage] = curve(folder)
+            curves[stage] = pd.read_csv(folder / "loss.csv")
     if folder is None:
         folder = artifacts.cached_folder(
             models / f"untrained-{key}", lambda partial: encoders.save_encoder(_untrained(profile, recipe), partial)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,26 @@ VARIABLES = {
     "DREHR_KG_ENCODER": "kg.encoder",
 }
 _SAID = {"0": False, "1": True, "false": False, "true": True}
+
+
+def cached_by(*fields: str) -> Callable[[Callable], Callable]:
+    """functools.cache for a function of a profile (and more) that reads these fields of it and no others ("kg.umls" is
+    the field of a field): profiles that differ elsewhere, in the encoder for instance, share what it made."""
+    read = attrgetter(*fields)
+
+    def decorate(function: Callable) -> Callable:
+        known: dict[tuple, Any] = {}
+
+        @wraps(function)
+        def cached(profile: Profile, *rest: Any) -> Any:
+            if (key := (read(profile), *rest)) not in known:
+                known[key] = function(profile, *rest)
+            return known[key]
+
+        cached.cache_clear = known.clear
+        return cached
+
+    return decorate
 
 
 def load_profile(name: str | Path | None = None) -> Profile:

@@ -200,7 +200,14 @@ def test_sweeping_leaves_what_is_being_made(tmp_path):
     (tmp_path / "cache/partial-file.npy").write_text("half")
     busy = start(tmp_path, 3)
     assert busy.stdout.readline() == "half\n"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    of_files = [tmp_path / f"cache/partial-{pid}-a.json" for pid in (gone.pid, busy.pid)]  # files.write_atomically's
+    for path in of_files:
+        path.write_text("half")
     artifacts.sweep(tmp_path / "cache")
+    assert [path.exists() for path in of_files] == [False, True] and not list(tmp_path.glob("cache/.*-a.json.lock"))
+    of_files[1].unlink()
     assert busy.wait() == 0
     assert (tmp_path / "cache/model/a").exists() and not list((tmp_path / "cache").glob("partial-*"))
 

@@ -14,6 +14,7 @@ from drehr_utils.papers.radiology import runs as radiology
 from drehr_utils.profiles import load_profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runs", [capr, kg, radiology, windows_search], ids=lambda runs: ".".join(runs.__name__.split(".")[-2:])
 )

@@ -148,6 +148,7 @@ def test_a_failing_notebook_stays_as_it_was(project, capsys):
     assert sorted(path.name for path in bad.parent.iterdir()) == ["00_good.ipynb", "01_bad.ipynb", "02_never.ipynb"]
 
 
+@pytest.mark.slow
 def test_two_lanes_run_two_notebooks_at_a_time_and_those_that_read_models_after_they_are_made(project, capfd):
     """00 and 05 wait for each other's file; 08 for 05, 15 for 08; 16 for all; 06 fails, so that 12 isn't begun."""
     meet = "open({own!r}, 'w')\nimport os, time\nwhile not os.path.exists({other!r}):\n    time.sleep(0.05)"

@@ -233,7 +233,8 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     **settings,
 ) -> pd.DataFrame:
-    """Trains `model` in place on the schedule's batches, each a list of the dataset's keys; returns the loss curve.
+    """Trains `model` in place on the schedule's batches, each a list of the dataset's keys; returns the loss curve,
+    with what a Curve among the `callbacks` measured in the columns beside it.
 
     Of processes that torchrun started, each takes its share of the batches (sampling.deal, `joint`), so that a schedule
     has fewer steps; the loss that is returned is their mean.
@@ -248,7 +249,8 @@ def train(
         model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=list(callbacks),
         schedule=schedule, loss=loss,
     )  # fmt: skip
-    return fit(trainer, progress)
+    curve, measured = fit(trainer, progress), Path(output, MEASURED)
+    return curve.merge(pd.read_csv(measured), on="step", how="left") if measured.exists() else curve
 
 
 def similarities(chunks: Tensor, entities: Tensor, windows: Tensor, of_chunk: Tensor, share: float) -> Tensor:

@@ -15,12 +15,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import metrics
 from drehr_utils.papers.drehr import rivals, runs, systems
-from drehr_utils.pipeline import IMPROVED, benchmark, curve, model_scores
+from drehr_utils.pipeline import IMPROVED, benchmark, model_scores
 from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.search.hybrid import WEIGHTS_FILE, WINDOWS_GRID, Weights
 from drehr_utils.training import encoders
@@ -67,7 +68,7 @@ def ship(profile: Profile, seed: int, folder: Path = WHOLE) -> None:
     save_file(halves, weights, metadata={"format": "pt"})
     joint = rivals.hybrid_weights(profile, folder, WINDOWS_GRID)
     (folder / WEIGHTS_FILE).write_text(json.dumps(asdict(joint)) + "\n")
-    about, steps = json.loads((model / "stage.json").read_text()), len(curve(model))
+    about, steps = json.loads((model / "stage.json").read_text()), len(pd.read_csv(model / "loss.csv"))
     rows = [
         f"| {row}, {split} | " + " | ".join(f"{value:.1f}" for value in values) + " |"
         for split in runs.SPLITS

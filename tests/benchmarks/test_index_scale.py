@@ -75,6 +75,7 @@ def test_the_table_finds_what_is_near(work, coded):
     assert f"vectors-{SIZE}" in names
 
 
+@pytest.mark.slow
 def test_codes_are_fitted_anew_when_there_are_four_times_the_rows(work, coded, tmp_path):
     opened, names = bench.open_index(tmp_path / "table"), []
     for start, stop in ((0, 500), (500, 1500), (1500, 2500), (2500, SIZE)):
@@ -87,6 +88,7 @@ def test_codes_are_fitted_anew_when_there_are_four_times_the_rows(work, coded, t
     assert [index.name for index in opened.table.list_indices()] == [f"vectors-{2 * SIZE}"]
 
 
+@pytest.mark.slow
 def test_faiss_beside_it(work, coded):
     assert bench.flat(work, SIZE)["recall"] > 0.999
     assert bench.ivfpq(work, SIZE)["recall"] > 0.9

@@ -124,10 +124,15 @@ def training(profile) -> None:
 
 
 def scores(profile) -> None:
+    """And a table of them, as notebook 08 saves it."""
     from drehr_utils import pipeline
+    from drehr_utils.evaluation import intervals, metrics, tables
 
     for split in ("dev", "test"):
-        pipeline.model_scores(profile, None, pipeline.benchmark(profile, split))
+        bench = pipeline.benchmark(profile, split)
+        values = metrics.per_search(bench, pipeline.model_scores(profile, None, bench))
+        found = intervals.evaluate_system("start", values, profile.resampling)
+        tables.save_table(found, f"trial_{split}", tables.Layout(caption=split, decimals=1), profile.tables)
 
 
 def records(profile) -> None:

@@ -190,6 +190,7 @@ def rare(n):
     return [note(i, " ".join(hashlib.sha256(f"{i} {j}".encode()).hexdigest()[:12] for j in range(9))) for i in range(n)]
 
 
+@pytest.mark.slow
 def test_one_deleted_note_among_many_leaves_the_disk_as_do_its_words(hybrid, tmp_path):
     index, given = NoteIndex.create(tmp_path / "mine", hybrid), rare(60)
     index.update(given, progress=False)

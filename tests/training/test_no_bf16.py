@@ -21,6 +21,7 @@ print(encoders.has_fast_bf16(), np.array_equal(exact, asked))
 """
 
 
+@pytest.mark.slow
 def test_what_asks_for_bf16_computes_in_fp32(tmp_path):
     info = Path("/proc/cpuinfo")
     if not info.exists():

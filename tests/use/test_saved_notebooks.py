@@ -123,6 +123,7 @@ def test_in_doubt_outputs_go(tmp_path, monkeypatch):
     assert WORD not in saved(tmp_path, notebook("x = 1"))
 
 
+@pytest.mark.slow
 def test_the_committed_notebooks_keep_theirs():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert not saved_notebooks.is_protected(json.loads(path.read_text())), path.name

@@ -91,6 +91,7 @@ def test_an_index_of_an_encoder_has_windows_unless_told(folder, model, tmp_path,
     assert "has windows already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_vector_a_chunk_is_of_the_encoder_for_whole_texts(folder, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search, "IMPROVED", model)
     monkeypatch.setattr(search, "SHIPPED", tmp_path / "trained-on-windows")
@@ -111,6 +112,7 @@ def test_an_index_among_the_notes_is_no_note(folder, model, capsys, monkeypatch)
     assert "4 notes added" in said[0] and "0 notes added, 0 changed, 4 as they were; 4 chunks" in said[1]
 
 
+@pytest.mark.slow
 def test_a_program_may_ask_and_wait_for_its_answer(folder, model, tmp_path):
     index = str(tmp_path / "index:1")  # no address, though it has a colon
     search.main(["index", str(folder), "--model", str(model), "--index", index])

@@ -14,6 +14,7 @@ from sentence_transformers import SentenceTransformer
 
 from drehr_utils import pipeline
 from drehr_utils.data.benchmark import subset
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import metrics, tables
 from drehr_utils.papers.drehr import rivals, runs, systems
 from drehr_utils.profiles import ROOT, load_profile
@@ -55,7 +56,7 @@ def test_the_cards_lines_run_right_after_a_clone(folder, monkeypatch):
 @pytest.fixture(scope="module")
 def bench():
     test = pipeline.benchmark(load_profile("open"), "test")
-    return subset(test, test.patients[:12])
+    return subset(test, test.patients[:8])
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,11 @@ def test_the_weights_find_what_the_recorded_training_found(row, bench):
     both = ours.merge(recorded, on=["search_id", "metric"])
     means = both.groupby("metric")[["value_x", "value_y"]].mean()
     assert len(both) == len(ours) and np.allclose(means["value_x"], means["value_y"], atol=0.5)  # another machine's
+
+
+def test_a_model_that_was_not_trained_is_named_with_its_command(tiny_smoke, tmp_path):
+    with pytest.raises(DataError, match="dr-ehr-improved-seed7: there is no such model; train it: .*--seeds 7"):
+        ship.ship(tiny_smoke, 7, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,19 +1,18 @@
 """The site of a small checkout, built by Sphinx: its links, what a protected notebook showed, and a dead link's end."""
 
+import importlib.util
 import json
 import shutil
 
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-for name in ("latex2mathml", "myst_nb", "sphinx_book_theme"):
-    pytest.importorskip(name, reason="the site's packages aren't in requirements.lock: pip install '.[site]'")
+from drehr_utils.errors import DataError
+from drehr_utils.profiles import ROOT
+from drehr_utils.use import site
 
-from drehr_utils.errors import DataError  # noqa: E402
-from drehr_utils.profiles import ROOT  # noqa: E402
-from drehr_utils.use import site  # noqa: E402
-
-pytestmark = pytest.mark.slow
+there = all(map(importlib.util.find_spec, ("latex2mathml", "myst_nb", "sphinx_book_theme")))
+with_sphinx = pytest.mark.skipif(not there, reason="its packages aren't in requirements.lock: pip install '.[site]'")
 TABLE = """<table><tr>
 <td><a href="../figures/tables/t.csv">t</a> <a href="01_b.ipynb#The-authors%27-loss">b</a></td>
 </tr></table>"""
@@ -48,6 +47,8 @@ def checkout(tmp_path):
     return folder
 
 
+@pytest.mark.slow
+@with_sphinx
 def test_pages_links_and_nothing_protected(checkout, tmp_path):
     html = site.build(checkout, tmp_path / "site")
     assert (html / "index.html").read_bytes() == (html / "README.html").read_bytes()
@@ -65,6 +66,22 @@ def test_pages_links_and_nothing_protected(checkout, tmp_path):
     assert not held
 
 
+def test_what_becomes_a_page_and_which_links_are_dead(checkout, tmp_path):
+    """What comes before Sphinx, and after it."""
+    pages = tmp_path / "pages"
+    site.stage(checkout, pages)
+    staged = {path.relative_to(pages).as_posix() for path in pages.rglob("*") if path.is_file()}
+    assert {"README.md", "notebooks/00_a.ipynb", "notebooks/01_b.ipynb"} <= staged
+    assert not any("scratch" in name for name in staged)
+    assert not any(b"zephyrine" in path.read_bytes() for path in pages.rglob("*") if path.is_file())
+    (tmp_path / "html/sub").mkdir(parents=True)
+    (tmp_path / "html/a.html").write_text('<p id="here"> <a href="sub/b.html#there">b</a> <a href="#no">no</a></p>')
+    (tmp_path / "html/sub/b.html").write_text('<p id="there"> <a href="../a.html#here">a</a> <img src="gone.png"></p>')
+    assert site.dead_links(tmp_path / "html") == ["a.html: #no", "sub/b.html: gone.png"]
+
+
+@pytest.mark.slow
+@with_sphinx
 def test_what_leads_nowhere_is_an_error(checkout, tmp_path, capfd):
     links = "[gone](gone.md) [place](data/README.md#no-such) [folder](figures/tables/)"
     (checkout / "README.md").write_text(f"# Small\n\n{links}\n")

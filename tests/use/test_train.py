@@ -8,7 +8,9 @@ import pytest
 
 from drehr_utils import artifacts, pipeline
 from drehr_utils.errors import DataError
+from drehr_utils.papers.drehr import ablations
 from drehr_utils.profiles import ROOT, load_profile
+from drehr_utils.use import train
 
 PROFILE = """
 base = "smoke"
@@ -23,6 +25,15 @@ max_steps = 2
 batch_size = 4
 positives_per_chunk = 8
 """
+
+
+def test_rows_are_what_the_notebooks_train_and_an_unknown_one_is_named(capsys):
+    smoke, full = map(load_profile, ("smoke", "full"))
+    assert [*train.rows(smoke)] == [*pipeline.systems(smoke)]
+    assert {*pipeline.systems(full), *ablations.stage2_ablation(full)} <= {*train.rows(full)}
+    with pytest.raises(SystemExit):
+        train.main(["--profile", "smoke", "--only", "DR.EHR", "Dr. Ehr"])
+    assert "no row 'Dr. Ehr'; there are DR.EHR" in capsys.readouterr().err
 
 
 @pytest.mark.slow

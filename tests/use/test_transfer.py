@@ -57,6 +57,7 @@ def _pairs(a, b):
     ).copy()
 
 
+@pytest.mark.slow
 def test_the_start_by_hand_chance_and_the_kept_record(smoke, capsys, monkeypatch):
     monkeypatch.setattr(records, "load_profile", lambda name: smoke)
     for name in (rivals.CHANCE, "BM25", pipeline.START):

@@ -160,8 +160,6 @@ def record(profile: Profile, row: str, seed: int, model: Path, curves: dict[str,
     files.write_atomically(folder(profile) / f"{name}.json", (json.dumps(about, indent=1) + "\n").encode())
     path = files.short_name(folder(profile) / name)
     print(f"{path}: {about['chunks']} chunks, {about['minutes']} minutes", flush=True)
-    if stages and not any(about["dev"].values()):
-        print(f"{path}: no curve on dev, for a notebook had trained it before", file=sys.stderr)
 
 
 def _first_five(curves: dict[str, pd.DataFrame]) -> list[float]:

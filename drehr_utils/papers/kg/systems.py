@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ from drehr_utils.papers.kg.tasks import (
     text_key,
     without_texts,
 )
-from drehr_utils.profiles import ROOT, Profile
+from drehr_utils.profiles import ROOT, Profile, cached_by
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.training import encoders, trainer, weights
 
@@ -79,7 +79,12 @@ def _umls_graph(meta: Path) -> KnowledgeGraph:
     return load_bios(artifacts.cached_folder(folder, lambda partial: umls_to_bios(*files, None, partial)))
 
 
-@cache
+GRAPHS = "kg.snomed", "kg.umls", "protected"  # what graphs reads of a profile
+TESTED = *GRAPHS, "kg.max_mentions", "kg.max_concepts", "seed"
+WHOLE = *GRAPHS, "kg.mended", *corpus.GRAPH
+
+
+@cached_by(*GRAPHS)
 def graphs(profile: Profile) -> dict[str, KnowledgeGraph]:
     """The SNOMED-like and the UMLS-like graph, in this order, by the names that systems are called after.
 
@@ -98,7 +103,7 @@ def graphs(profile: Profile) -> dict[str, KnowledgeGraph]:
     return found
 
 
-@cache
+@cached_by(*TESTED)
 def test_sets(profile: Profile) -> list[TestSet]:
     """Open notes' mentions against ICD-10-CM; NCBI Disease against the UMLS-like graph, where it can be had."""
     sizes, (_, (name, graph)) = profile.kg, graphs(profile).items()
@@ -106,14 +111,14 @@ def test_sets(profile: Profile) -> list[TestSet]:
     return [t.cut(sizes.max_mentions, sizes.max_concepts, profile.seed) for t in found if t is not None]
 
 
-@cache
+@cached_by("kg.max_mentions", "kg.max_codes", "seed")
 def all_codes(profile: Profile) -> TestSet:
     """The open notes' mentions against the whole of ICD-10-CM (at its most specific), not a part of it."""
     found = replace(linking.load_open_linking(OPEN_LINKING), name="OpenLinking, all codes")
     return found.cut(profile.kg.max_mentions, profile.kg.max_codes, profile.seed)
 
 
-@cache
+@cached_by(*WHOLE)
 def whole_tasks(profile: Profile) -> dict[str, Task]:
     """The six tasks with every pair that their graphs give (§4.1-4.3); where tasks are `mended`, ours besides."""
     codes = icd10_codes()
@@ -130,7 +135,7 @@ def _unseen(task: Task, found: Sequence[TestSet]) -> Task:
     return without_texts(task, linking.unseen_texts(found, task.graph), linking.unseen_digests(found, task.graph))
 
 
-@cache
+@cached_by(*TESTED, *WHOLE, "kg.max_pairs")
 def tasks(profile: Profile) -> dict[str, tuple[Task, Task]]:
     """Name -> (train, dev): the six, zero-shot for every test set by linking.unseen_texts, and the comb of them.
 
@@ -331,8 +336,6 @@ def trained(
     def make(partial: Path) -> None:
         encoder = load(profile, "start")
         curve = train_pairs(encoder, parts, config, work, save_steps=profile.save_steps * 8, callbacks=callbacks)
-        if (measured := work / trainer.MEASURED).exists():
-            curve = curve.merge(pd.read_csv(measured), on="step", how="left")
         if config.start_share:
             with torch.no_grad():
                 for own, first in zip(encoder.parameters(), load(profile, "start").parameters(), strict=True):

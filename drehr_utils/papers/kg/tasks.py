@@ -8,6 +8,7 @@ import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import simple_icd_10_cm as icd
@@ -87,6 +88,7 @@ def icd10_description(code: str) -> str:
     return normalize_term(icd.get_description(code))
 
 
+@cache
 def icd10_sections(code: str) -> dict[str, list[str]]:
     """A node's concatenated title, description and similar concepts (§4.1). The tabular list has no SeeAlso: its
     inclusion terms and "includes" notes, names of conditions that get the code, are what comes nearest. "NOS" and codes

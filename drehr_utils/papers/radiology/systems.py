@@ -33,14 +33,17 @@ from drehr_utils.papers.radiology.retrieval import (
     remembering,
     separation_values,
 )
-from drehr_utils.profiles import Profile
+from drehr_utils.profiles import Profile, cached_by
 from drehr_utils.training import encoders, weights
 
 OPEN, IU = ("A", "B"), "IU X-ray"
 PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's BERTs had not
 
 
-@cache
+SIZES = "radiology.reports", "radiology.iu_reports"
+
+
+@cached_by(*SIZES)
 def collections(profile: Profile) -> dict[str, list[Report]]:
     """The reports by collection: A, B, and IU X-ray where the user has it."""
     sizes = profile.radiology
@@ -49,7 +52,7 @@ def collections(profile: Profile) -> dict[str, list[Report]]:
     return read if iu is None else read | {IU: iu[: sizes.iu_reports]}
 
 
-@cache
+@cached_by(*SIZES)
 def entries(profile: Profile, collection: str) -> list[Entry]:
     sentences = (s for report in collections(profile)[collection] for s in report.sentences)
     return label_entries(sentences, FindingMatcher(read_lexicon()))

@@ -59,6 +59,7 @@ def test_rows_are_made_once_and_known_when_out_of_date(smoke, monkeypatch):
         ]
 
 
+@pytest.mark.slow
 def test_a_records_digest_holds_sizes_that_its_texts_do_not_show():
     profile = load_profile("smoke")
     for field, rows in {

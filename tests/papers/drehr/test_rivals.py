@@ -54,6 +54,7 @@ def test_the_hybrid_takes_the_best_weights_of_the_grid_on_dev(tmp_path, monkeypa
     assert scores[row, column] == pytest.approx(by_hand)
 
 
+@pytest.mark.slow
 def test_windows_join_as_a_share_of_the_similarity(tmp_path, monkeypatch):
     monkeypatch.setattr("drehr_utils.profiles.ROOT", tmp_path)
     profile = replace(load_profile("smoke"), max_eval_patients=2)

@@ -125,6 +125,7 @@ def test_a_row_is_trained_recorded_read_and_found_out_of_date(smoke, capsys, mon
     assert "another recipe" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4():
     """Every step by another reader: run file -> ir-measures -> scores.csv.gz -> figures/tables/drehr_table4.csv."""
     profile, table4 = load_profile("open"), tables.read_table("drehr_table4").set_index(["system", "setting", "metric"])
@@ -166,6 +167,7 @@ def test_the_committed_run_files_give_the_scores_beside_them_and_those_table_4()
                 assert theirs.mean() - 0.05 <= ours <= theirs.mean() + beyond + 0.05  # first found below rank 100
 
 
+@pytest.mark.slow
 def test_the_committed_records_are_of_todays_recipes_and_data():
     profile = load_profile("full")
     known = systems.rows(profile)

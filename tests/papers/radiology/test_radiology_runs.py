@@ -34,6 +34,7 @@ def smoke(monkeypatch, tmp_path, start):
         made.cache_clear()
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypatch):
     monkeypatch.setattr(weights, "locate", lambda name: decoder)  # SmolLM2, tiny
     committed = runs.RECORD.path(load_profile("open"))
