@@ -33,26 +33,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The open graph, its folder, and the folder of a build in another process with another hash seed."""
-    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
-    code = (
-        "from drehr_utils.knowledge.graph import save_bios\n"
-        "from drehr_utils.knowledge.vocabularies import build_open_kg\n"
-        f"save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
-    )
-    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stderr=subprocess.PIPE) as other:
-        kg = build_open_kg(OPEN_KG)
-        save_bios(kg, here)
-        _, errors = other.communicate()
-    assert other.returncode == 0, errors.decode()[-2000:]
-    return kg, here, there
-
-
-@pytest.fixture(scope="module")
-def kg(built) -> KnowledgeGraph:
-    return built[0]
+def kg() -> KnowledgeGraph:
+    return build_open_kg(OPEN_KG)
 
 
 def names(kg: KnowledgeGraph, term: str) -> list[str]:
@@ -200,8 +182,19 @@ def test_notebook_02_with_a_bios_that_has_none_of_our_files(small, tmp_path, mon
 # --- the open graph ------------------------------------------------------------------------------
 
 
-def test_two_builds_are_equal(built):
-    kg, here, there = built
+@pytest.mark.slow
+def test_two_builds_are_equal(kg, tmp_path):
+    """This process's, and another's with another hash seed."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    code = (
+        "from drehr_utils.knowledge.graph import save_bios\n"
+        "from drehr_utils.knowledge.vocabularies import build_open_kg\n"
+        f"save_bios(build_open_kg({str(OPEN_KG)!r}), {str(there)!r})"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    save_bios(kg, here)
     assert digests(here) == digests(there)
     assert load_bios(here) == kg
 
