@@ -131,7 +131,7 @@ def scores(profile) -> None:
     for split in ("dev", "test"):
         bench = pipeline.benchmark(profile, split)
         values = metrics.per_search(bench, pipeline.model_scores(profile, None, bench))
-        found = intervals.evaluate_system("start", values, profile.resampling)
+        found = intervals.evaluate_system("start", values, profile.resampling).query("group == 'all'")
         tables.save_table(found, f"trial_{split}", tables.Layout(caption=split, decimals=1), profile.tables)
 
 
