@@ -375,7 +375,7 @@ def cached_by(*fields: str) -> Callable[[Callable], Callable]:
                 known[key] = function(profile, *rest)
             return known[key]
 
-        cached.cache_clear = known.clear
+        cached.cache_clear, cached.fields = known.clear, fields
         return cached
 
     return decorate

@@ -1,17 +1,19 @@
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from drehr_utils import artifacts, files, profiles
+from drehr_utils import artifacts, corpus, files, profiles
 from drehr_utils.config import CaprSystem, StageConfig
 from drehr_utils.data.benchmark import benchmark_folder
 from drehr_utils.errors import DataError
 from drehr_utils.papers.drehr import runs
+from drehr_utils.papers.kg import systems as kg
+from drehr_utils.papers.radiology import systems as radiology
 from drehr_utils.profiles import PROFILES, ROOT, load_profile
 
 
@@ -181,3 +183,35 @@ def test_the_names_of_profiles_are_asked_nowhere():
     asked = re.compile(r"profile\.name\s*(?:[=!]=|in\b)|\.name == .(?:open|smoke|mimic|full)")
     for path in [*ROOT.glob("drehr_utils/**/*.py"), *ROOT.glob("notebooks/*.ipynb")]:
         assert not asked.search(path.read_text(encoding="utf-8")), path.name
+
+
+class Watched:
+    """A profile that notes which of its fields are read, those of its fields' fields as "kg.umls"."""
+
+    def __init__(self, of, seen, before=""):
+        self._of, self._seen, self._before = of, seen, before
+
+    def __getattr__(self, name):
+        value = getattr(self._of, name)
+        if is_dataclass(value):
+            return Watched(value, self._seen, f"{self._before}{name}.")
+        self._seen.add(self._before + name)
+        return value
+
+
+@pytest.mark.slow
+def test_what_profiles_share_reads_the_fields_it_names_and_no_others():
+    """Or a profile would be given what was made for another."""
+    profile, shared = load_profile("smoke"), [corpus.knowledge_graph, corpus.graph_digest, corpus.matcher]
+    shared += [kg.graphs, kg.test_sets, kg.all_codes, kg.whole_tasks, kg.tasks, radiology.collections]
+    for function in shared:
+        function.cache_clear()  # what it asks of another of them reads that one's fields, made or not
+        seen = set()
+        made = function(Watched(profile, seen))
+        assert seen <= set(function.fields), function.__name__
+        assert function(replace(profile, encoder="another")) is made
+    seen = set()
+    radiology.entries.cache_clear()
+    radiology.entries(Watched(profile, seen), "A")
+    assert seen <= set(radiology.entries.fields)
+    assert corpus.matcher(replace(profile, open_kg=None)) is not corpus.matcher(profile)

@@ -40,7 +40,7 @@ OPEN, IU = ("A", "B"), "IU X-ray"
 PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's BERTs had not
 
 
-SIZES = "radiology.reports", "radiology.iu_reports"
+SIZES = "radiology.reports", "radiology.iu_reports"  # what collections reads of a profile
 
 
 @cached_by(*SIZES)
