@@ -122,8 +122,11 @@ def paired_randomization_test(
 def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> dict[str, float]:
     """The mean of one group of searches (a match type's) less that of another, as a row for claims.judge.
 
-    The groups hold different searches, so no paired test fits: interval and p draw the patients and queries of both at
-    once. p is two-sided, twice the share of draws at or beyond 0, one draw counted more (0.002 at least of 1,000)."""
+    `one` and `other` are frames of one metric's values by search. A draw takes patients and queries of both at once. p
+    is the paired randomization test's where both hold the same searches; where they don't, none such fits, and it is
+    twice the share of draws at or beyond 0, one draw counted more (0.002 at least of 1,000)."""
+    if one.empty or other.empty:
+        return dict.fromkeys(("ours", "low", "high", "p"), np.nan)
     both, mine = pd.concat([one, other]), np.repeat([1, 0], [len(one), len(other)])
     value = both["value"].to_numpy()
     parts = np.column_stack([value * mine, mine, value * (1 - mine), 1 - mine])
@@ -136,6 +139,9 @@ def contrast(one: pd.DataFrame, other: pd.DataFrame, resampling: Resampling) -> 
     draws = draws[np.isfinite(draws)]  # one that drew no search of a group has no gap
     beyond = min((draws <= 0).sum(), (draws >= 0).sum())
     p = min(1.0, 2 * (beyond + 1) / (len(draws) + 1)) if len(draws) else np.nan
+    if len(draws) and "search_id" in both and set(one["search_id"]) == set(other["search_id"]):
+        (a, clusters), (b, _) = (_matrix(frame.assign(metric="value"), ["value"]) for frame in (one, other))
+        p = float(paired_randomization_test(a.mean(axis=(1, 2)), b.mean(axis=(1, 2)), resampling, **clusters))
     return {"ours": float(one["value"].mean() - other["value"].mean()), "low": low, "high": high, "p": p}
 
 

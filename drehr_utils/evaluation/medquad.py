@@ -16,6 +16,7 @@ from ir_measures import Success
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from drehr_utils.data import public_data
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.files import read_json_lines, refuse
 from drehr_utils.search.bm25 import BM25
 from drehr_utils.search.dense import dense_scores
@@ -121,7 +122,7 @@ def recall_values(data: MedQuad, candidates: np.ndarray, scores: np.ndarray) -> 
         (q, q, data.aspects[q], names[measure], 100.0 * value)
         for q, measure, value in ir_measures.iter_calc(METRICS.values(), data.qrels, run)
     ]
-    frame = pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    frame = pd.DataFrame(rows, columns=NO_PATIENT)
     return frame.sort_values(["metric", "search_id"], ignore_index=True)
 
 

@@ -23,6 +23,7 @@ SINGLE_METRICS = {"MRR": RR, "NDCG": nDCG, "MAP": AP}  # without cutoff: a note 
 MULTI_METRICS = {"MRR": RR, "NDCG@10": nDCG @ 10, "R@100": R @ 100}
 Scores = np.ndarray | tuple[np.ndarray, ...]
 COLUMNS = ["search_id", "query_id", "query_type", "patient", "metric", "value"]
+NO_PATIENT = [column for column in COLUMNS if column != "patient"]  # of searches that belong to none
 AVERAGE = "Average"  # of the setting's three metrics: what DR.EHR's Tables 5 and 6 print
 
 _BATCH = 256  # queries turned into dictionaries at a time: bounds memory at CliniQ's 1,246 x 16,550 scores

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +116,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> t
     if hasattr(options, "check") and profile.in_place:  # the option of `command`, whose records `full` makes
         parser.error(f"{profile.name} shows the records that full makes; leave --profile out")
     return options, profile
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, what: str, asked: Sequence[str] | None, known: Iterable[str]):
+    """Ends the command, with the names that there are, where it was asked for one that there isn't."""
+    if unknown := sorted(set(asked or ()) - set(known)):
+        parser.error(f"no {what} {unknown[0]!r}; there are {', '.join(known)}")
 
 
 def end_check(out_of_date: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from drehr_utils.errors import DataError
+from drehr_utils.knowledge.graph import normalize_term
 
 ENTITY_TYPES = ("diseases", "clinical procedures", "drugs")
 
@@ -126,8 +127,8 @@ def _answer_lines(answer: str) -> list[str]:
 
 
 def _unmarked(text: str) -> str:
-    """Lower case, white space folded, without Markdown's marks, quotes or enclosing brackets."""
-    text = " ".join(text.lower().split()).strip(" *_`\"'")
+    """As the graph has terms, without Markdown's marks, quotes or enclosing brackets."""
+    text = normalize_term(text).strip(" *_`\"'")
     return text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
 
 

@@ -6,9 +6,13 @@ The runner has each kernel log the files that it opens, and puts their digests i
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,18 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
+def _digest(root: Path, name: str) -> str | dict[str, str]:
+    """Of a file; of the papers' ledgers, data/*.csv, of each paper's rows, for another paper's are nothing to them."""
+    data = (root / name).read_bytes()
+    rows = csv.DictReader(io.StringIO(data.decode())) if re.fullmatch(r"data/\w+\.csv", name) else None
+    if rows is None or "paper" not in (rows.fieldnames or ()):
+        return _sha256(data)
+    by_paper: dict[str, list[dict]] = defaultdict(list)
+    for row in rows:
+        by_paper[row["paper"]].append(row)
+    return {paper: _sha256(json.dumps(own).encode()) for paper, own in by_paper.items()}
+
+
 def _cells(notebook: Mapping[str, Any]) -> str:
     """Digest of the code cells' sources, in order; prose may change without its outputs."""
     return _sha256(json.dumps(["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]).encode())
@@ -60,11 +76,12 @@ def digests(notebook: Mapping[str, Any], log: Iterable[str], root: Path) -> dict
     # Of a model, its weights too, which safetensors opens unseen
     read |= {path.replace("modules.json", "model.safetensors") for path in read if path.endswith("/modules.json")}
     read = {path for path in read if (root / path).is_file()} - wrote
-    found = {
-        name: {p: _sha256((root / p).read_bytes()) for p in sorted(ps)}
-        for name, ps in (("read", read), ("wrote", wrote))
-    }
+    found = {name: {p: _digest(root, p) for p in sorted(ps)} for name, ps in (("read", read), ("wrote", wrote))}
     return {"cells": _cells(notebook)} | found
+
+
+def _unchanged(now: str | dict[str, str], kept: str | dict[str, str]) -> bool:
+    return now == kept or isinstance(now, dict) and isinstance(kept, dict) and kept.items() <= now.items()
 
 
 def changed(path: Path, root: Path) -> list[str]:
@@ -83,7 +100,7 @@ def changed(path: Path, root: Path) -> list[str]:
                     continue
                 if not (root / name).is_file():
                     said.append(f"{name}, which it {kind}, is gone")
-                elif _sha256((root / name).read_bytes()) != digest:
+                elif not _unchanged(_digest(root, name), digest):
                     said.append(f"{name}, which it {kind}, has changed")
     return said
 

@@ -12,6 +12,7 @@ import argparse
 
 from drehr_utils import pipeline
 from drehr_utils.config import Recipe
+from drehr_utils.evaluation import records
 from drehr_utils.papers.drehr import ablations
 from drehr_utils.profiles import Profile, load_profile
 from drehr_utils.training import trainer
@@ -32,8 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     profile = load_profile(options.profile)
     known = rows(profile)
-    if unknown := set(options.only or ()) - set(known):
-        parser.error(f"no row {min(unknown)!r}; there are {', '.join(known)}")
+    records.refuse_unknown(parser, "row", options.only, known)
     for row in options.only or known:
         folder, _ = pipeline.train_recipe(profile, known[row])
         if trainer.ranks()[0] == 0:

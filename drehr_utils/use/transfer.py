@@ -113,8 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", metavar="RETRIEVER", help="this one")
     options, profile = records.parse(parser, arguments)
     found = retrievers(profile)
-    if options.only and options.only not in found:
-        parser.error(f"no retriever {options.only!r}; there are {', '.join(found)}")
+    records.refuse_unknown(parser, "retriever", options.only and [options.only], found)
     start = cache(lambda: per_search(profile, found[pipeline.START]()))
     for name in [options.only] if options.only else found:
 

@@ -726,6 +726,7 @@ def test_no_text_in_logs_or_errors(caplog):
             0,
         ),
         ("###ct **computed tomography", [("ct", "computed tomography")], 0),
+        ("###CD\n**Crohn’s disease", [("cd", "crohn's disease")], 0),  # as the graph writes it
         ("###ct\n**computed tomography\n###ct\n**computed tomography", [("ct", "computed tomography")], 0),
         ("Here you are:\n###ct\n**computed tomography", [("ct", "computed tomography")], 1),
         ("###ct\n###wbc\n**white blood cell", [("wbc", "white blood cell")], 1),

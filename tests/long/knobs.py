@@ -331,6 +331,8 @@ def main() -> int:
     parser.add_argument("--only", help="fields, and in_place; all, unless said otherwise")
     parser.add_argument("--notebooks", help="of a field's notebooks these alone")
     args = parser.parse_args()
+    if new := {*(args.only.split(",") if args.only else ())} - ({*VALUES} & {*contract()} | {"in_place"}):
+        parser.error(f"{min(new)!r} needs a value in VALUES and a row in 00's table of knobs")
     fixed = {"PYTHONHASHSEED": "0", "DREHR_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     fixed |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DREHR_PROFILE": str(PROFILE)}
     if any(os.environ.get(name) != value for name, value in fixed.items()):
@@ -361,7 +363,8 @@ def main() -> int:
             result[field] = in_place()
         else:
             tried = trial(field, known) | {"restored": False}  # so far
-            result["fields"][field] = beside(result["fields"][field], tried, known) if some else tried
+            old = result["fields"].get(field) if some else None
+            result["fields"][field] = beside(old, tried, known) if old else tried
         save(result)
         print(f"\n{field}", flush=True)
     fields = [field for field in asked if field != "in_place"]

@@ -50,6 +50,17 @@ def test_a_changed_or_missing_file_is_named(notebook, tmp_path, name, capsys):
     assert f"00_a.ipynb: {name}, which it" in capsys.readouterr().out
 
 
+def test_another_papers_rows_change_nothing_and_its_own_do(notebook, tmp_path):
+    ledger, nb = tmp_path / "data/claims.csv", nbformat.read(notebook, as_version=4)
+    ledger.write_text("id,paper\na-01,a\nb-01,b\n")
+    nb.metadata["drehr"] |= provenance.digests(nb, ["read\tdata/claims.csv\n"], tmp_path)
+    nbformat.write(nb, notebook)
+    ledger.write_text("id,paper\nc-01,c\na-01,a\nb-01,b\n")
+    assert provenance.changed(notebook, tmp_path) == []
+    ledger.write_text("id,paper\na-01,a\nb-02,b\n")
+    assert provenance.changed(notebook, tmp_path) == ["data/claims.csv, which it read, has changed"]
+
+
 def test_code_counts_and_prose_does_not(notebook, tmp_path):
     nb = nbformat.read(notebook, as_version=4)
     (tmp_path / "data/README.md").write_text("Other words.")

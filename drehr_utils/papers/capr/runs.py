@@ -17,6 +17,7 @@ import pandas as pd
 
 from drehr_utils import artifacts
 from drehr_utils.evaluation import medquad, records
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.capr import report, systems
 from drehr_utils.papers.capr.models import ContextualDocumentVectors
@@ -87,7 +88,7 @@ def values(profile: Profile, name: str, task: str, data: medquad.MedQuad) -> pd.
     """A recorded system's values on a task, `data`, as medquad.recall_values; empty where it wasn't asked."""
     rows = RECORD.read(profile).query("system == @name and task == @task and search_id in @data.aspects")
     rows = rows.assign(query_id=rows["search_id"], query_type=rows["search_id"].map(data.aspects))
-    return rows[["search_id", "query_id", "query_type", "metric", "value"]].reset_index(drop=True)
+    return rows[NO_PATIENT].reset_index(drop=True)
 
 
 def mistakes(profile: Profile, name: str, task: str = systems.HELD_OUT) -> pd.Series:

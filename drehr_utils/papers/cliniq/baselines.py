@@ -77,21 +77,6 @@ def mean(values: pd.DataFrame, setting: str, group: str, metric: str) -> float:
     return float(means(of_group(values, setting, group)).get(metric, np.nan))
 
 
-def difference(a: pd.DataFrame, b: pd.DataFrame, metric: str, resampling: Resampling) -> dict[str, float]:
-    """`ours` = mean(a) - mean(b) of a metric, its 95% bootstrap interval (`low`, `high`), and `p`.
-
-    `a` and `b` are evaluation's per-search frames. A draw is the same for both, so they may hold different searches
-    (two match types); p, else of the paired randomization test, is then intervals.contrast's own."""
-    a, b = (frame[frame["metric"] == metric].sort_values("search_id") for frame in (a, b))
-    if a.empty or b.empty:
-        return dict.fromkeys(("ours", "low", "high", "p"), np.nan)
-    found = intervals.contrast(a, b, resampling)
-    if a["search_id"].tolist() == b["search_id"].tolist() and not np.isnan(found["low"]):
-        clusters = a["query_id"], a["patient"]
-        found["p"] = float(intervals.paired_randomization_test(a["value"], b["value"], resampling, *clusters))
-    return found
-
-
 def per_search(values: Mapping[str, pd.DataFrame], of: str | tuple[str, str], setting: str, group: str) -> pd.DataFrame:
     """A system's values of a setting and group, by search; of a pair of systems, what the first has over the second."""
     found = []
@@ -105,15 +90,17 @@ def per_search(values: Mapping[str, pd.DataFrame], of: str | tuple[str, str], se
 def compare(
     values: Mapping[str, pd.DataFrame], pairs: Iterable[tuple[Side, Side]], resampling: Resampling, *metrics: str
 ) -> pd.DataFrame:
-    """A row a pair of sides and metric (default: the setting's three): `first`, `second`, `metric`, and `difference`.
+    """A row a pair of sides and metric (default: the setting's three): `first`, `second`, `metric`, intervals.contrast.
 
     `values`: each system's metrics.per_search. A side is a system, or a pair of systems for the first's gain on the
     second, with a setting and a group. Sides of two settings are compared metric by metric in their order."""
-    rows = []
+    rows, none = [], pd.DataFrame()
     for first, second in pairs:
-        for a, b in zip(*(metrics or METRICS[side[1]] for side in (first, second)), strict=True):
-            sides = per_search(values, *first), per_search(values, *second).replace({"metric": {b: a}})
-            rows.append({"first": first, "second": second, "metric": a, **difference(*sides, a, resampling)})
+        asked = [metrics or METRICS[side[1]] for side in (first, second)]
+        sides = [dict(list(per_search(values, *side).groupby("metric"))) for side in (first, second)]
+        for a, b in zip(*asked, strict=True):
+            found = intervals.contrast(sides[0].get(a, none), sides[1].get(b, none), resampling)
+            rows.append({"first": first, "second": second, "metric": a, **found})
     return pd.DataFrame(rows)
 
 

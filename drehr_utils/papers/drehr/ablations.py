@@ -14,7 +14,6 @@ import scipy.optimize
 from drehr_utils import pipeline
 from drehr_utils.config import ALPHA, LAMBDA, Recipe, StageConfig
 from drehr_utils.errors import DataError
-from drehr_utils.evaluation.intervals import contrast as contrast
 from drehr_utils.profiles import Profile
 from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
 

@@ -358,8 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     options, profile = records.parse(parser, arguments)
     known = systems.rows(profile)
-    if unknown := set(options.only or ()) - {UNTRAINED, *known}:
-        parser.error(f"no row {min(unknown)!r}; there are {UNTRAINED}, {', '.join(known)}")
+    records.refuse_unknown(parser, "row", options.only, [UNTRAINED, *known])
     if options.check:
         records.end_check(stale(profile))
     chosen = options.only or [UNTRAINED, *(row for row in known if not systems.lacking(profile, row))]

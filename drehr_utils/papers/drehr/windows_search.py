@@ -82,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="CHANGE")
     options, profile = records.parse(parser, arguments)
     known = changes(profile)
-    if unknown := set(options.only or ()) - set(known):
-        parser.error(f"no change {min(unknown)!r}; there are {', '.join(map(repr, known))}")
+    records.refuse_unknown(parser, "change", options.only, known)
     if options.check:
         records.end_check(stale(profile))
     for name in options.only or known:

@@ -125,8 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if of not in (graphs := systems.graphs(profile) | {systems.ICD10: None}):  # whose codes a package carries
             parser.error(f"the concepts are {of}'s: set DREHR_{of} to a release, which the profile mimic reads")
-        if options.systems and (unknown := set(options.systems) - set(known := systems.names(profile))):
-            parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
+        records.refuse_unknown(parser, "system", options.systems, systems.names(profile))
         for remote in MEDMENTIONS_FILES if options.fetch else ():
             download(remote, options.folder)
         for test_set in load(options.folder, graphs[of]):

@@ -14,6 +14,7 @@ import simple_icd_10_cm as icd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.files import iter_rows, read_text_lines, refuse, tab_rows
 from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.papers.kg.tasks import Task, icd10_codes, icd10_description, icd10_parent, icd10_sections, text_key
@@ -268,5 +269,5 @@ def recall_values(test_set: TestSet, scores: Callable[[list[str]], np.ndarray]) 
             place = gold_rank(values, keys, [at[c] for c in m.concepts])
             told = (m.id, min(m.concepts), test_set.graph)
             rows += [(*told, name, 100.0 * (place <= k)) for name, k in METRICS.items()]
-    frame = pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    frame = pd.DataFrame(rows, columns=NO_PATIENT)
     return frame.sort_values(["metric", "search_id"], ignore_index=True)

@@ -19,6 +19,7 @@ import pandas as pd
 
 from drehr_utils import artifacts, files
 from drehr_utils.evaluation import records
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.evaluation.records import REMAKE, Record
 from drehr_utils.papers.kg import linking, systems
 from drehr_utils.papers.kg.linking import TestSet
@@ -26,7 +27,6 @@ from drehr_utils.profiles import Profile
 from drehr_utils.training import weights
 
 VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
-COLUMNS = ["search_id", "query_id", "query_type", "metric", "value"]  # systems.recall's
 
 
 # --- made --------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Recorded:
     def recall(self, group: str) -> pd.DataFrame:
         """systems.recall of the test set called `group`; with a column `seed` where there are several trainings."""
         found = self.values[self.values["group"] == group].reset_index(drop=True)
-        return found[[*COLUMNS, "seed"] if found["seed"].nunique() > 1 else COLUMNS]
+        return found[[*NO_PATIENT, "seed"] if found["seed"].nunique() > 1 else NO_PATIENT]
 
 
 Model = str | Path | Recorded
@@ -122,7 +122,7 @@ def recorded(profile: Profile) -> dict[str, Recorded]:
         return {}
     with files.naming(VALUES.path(profile), REMAKE):
         table = table.astype({"search_id": str, "query_id": str, "steps": int, "pairs": int})
-        table[["group", *COLUMNS, "seed"]]
+        table[["group", *NO_PATIENT, "seed"]]
         parts = dict(list(table.groupby("system")))
     return {name: Recorded(parts[name]) for name in all_rows(profile) if name in parts}
 
@@ -164,8 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     options, profile = records.parse(parser, arguments)
     known = all_rows(profile)
-    if unknown := set(options.only or ()) - set(known):
-        parser.error(f"no system {min(unknown)!r}; there are {', '.join(known)}")
+    records.refuse_unknown(parser, "system", options.only, known)
     made = VALUES.read(profile)  # without these data every digest is another, and all would be made again
     if len(made) and linking.NCBI in set(made["group"]) - {t.name for t in systems.test_sets(profile)}:
         parser.error(f"the records have {linking.NCBI}, which isn't here: ./run_all.sh --public fetches it")

@@ -11,6 +11,7 @@ import pandas as pd
 from drehr_utils import pipeline
 from drehr_utils.config import Resampling
 from drehr_utils.evaluation import intervals
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.knowledge.negation import polarity
 from drehr_utils.papers.radiology.retrieval import Score
 from drehr_utils.profiles import Profile
@@ -90,7 +91,7 @@ def denial_above(task: PolarityTask, scores: np.ndarray) -> pd.DataFrame:
         tied = ties[row, no][:, None] < ties[row, yes][None, :]  # a smaller key comes first
         share = 100 * float(np.where(gap == 0, tied, gap > 0).mean())
         rows.append((query_id, query_id, "", "denial above, %", share))
-    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    return pd.DataFrame(rows, columns=NO_PATIENT)
 
 
 def awareness_rows(task: PolarityTask, setting: str, systems: dict[str, Score], resampling: Resampling) -> pd.DataFrame:

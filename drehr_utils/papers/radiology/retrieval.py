@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils.config import Resampling
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.papers.radiology.entries import Entry, SentenceQueries, is_negative, unique_sentences
 from drehr_utils.papers.radiology.reports import Report
 from drehr_utils.search.bm25 import BM25, words
@@ -37,7 +38,7 @@ def query_values(task: SentenceQueries, scores: np.ndarray) -> pd.DataFrame:
         kind = "negative" if is_negative(query) else "positive"
         for value in ir_measures.iter_calc(METRICS, {query: {ids[i]: 1 for i in matched}}, run):
             rows.append((query, query, kind, METRICS[value.measure], 100 * value.value))
-    return pd.DataFrame(rows, columns=["search_id", "query_id", "query_type", "metric", "value"])
+    return pd.DataFrame(rows, columns=NO_PATIENT)
 
 
 def result_rows(
@@ -108,7 +109,7 @@ def separation_values(encode: Encode, entries: Sequence[Entry]) -> pd.DataFrame:
     """`separations` times 100, rows as query_values' with an entry's number for the search and its finding for the
     query: entries of a finding are no independent sample."""
     about = [(str(i), e.finding, "positive" if e.present else "negative", "separation") for i, e in enumerate(entries)]
-    values = pd.DataFrame(about, columns=["search_id", "query_id", "query_type", "metric"])
+    values = pd.DataFrame(about, columns=NO_PATIENT[:-1])
     return values.assign(value=(100 * separations(encode, entries)).round(2))
 
 

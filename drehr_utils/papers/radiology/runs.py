@@ -22,6 +22,7 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils import artifacts, pipeline
 from drehr_utils.config import TripletConfig
 from drehr_utils.evaluation import records
+from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.radiology import systems, triplets
 from drehr_utils.papers.radiology.reports import read_judgments
@@ -195,8 +196,7 @@ def tried_rates(found: pd.DataFrame) -> pd.DataFrame:
 def by_name(found: pd.DataFrame, table: int, tested: str) -> dict[str, pd.DataFrame]:
     """Row of the table -> its values on a collection, as retrieval.query_values has them, with their `seed`."""
     part = found[(found["table"] == table) & (found["tested"] == tested)]
-    columns = ["search_id", "query_id", "query_type", "metric", "value", "seed"]
-    return {name: rows[columns] for name, rows in part.groupby("name", sort=False)}
+    return {name: rows[[*NO_PATIENT, "seed"]] for name, rows in part.groupby("name", sort=False)}
 
 
 def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from drehr_utils.papers.cliniq.baselines import (
     FUSED,
     SPARSE,
     compare,
-    difference,
     in_words,
     mean,
     paper_means,
@@ -82,7 +81,7 @@ def test_a_paired_difference_is_the_bootstrap_of_differences():
     keys = [(f"q{i:02}", n) for i in range(40) for n in range(1 + i % 3)]
     a = frame(dict(zip(keys, rng.normal(60, 10, len(keys)), strict=True)))
     b = frame(dict(zip(keys, rng.normal(55, 10, len(keys)), strict=True)))
-    found = difference(a, b.sample(frac=1, random_state=0), "MRR", Resampling(1000, 2000))
+    found = intervals.contrast(a, b.sample(frac=1, random_state=0), Resampling(1000, 2000))
     gaps = a["value"].to_numpy() - b["value"].to_numpy()
     assert found["ours"] == pytest.approx(gaps.mean())
     low, high = intervals.bootstrap_interval(gaps, Resampling(), a["query_id"], a["patient"])
@@ -90,7 +89,7 @@ def test_a_paired_difference_is_the_bootstrap_of_differences():
     p = intervals.paired_randomization_test(
         a["value"], b["value"], Resampling(randomizations=2000), a["query_id"], a["patient"]
     )
-    assert found["p"] == p and difference(a, a, "MRR", Resampling())["p"] == 1
+    assert found["p"] == p and intervals.contrast(a, a, Resampling())["p"] == 1
 
 
 def test_an_unpaired_difference_covers_and_its_p_errs_as_often_as_it_says():
@@ -100,13 +99,13 @@ def test_an_unpaired_difference_covers_and_its_p_errs_as_often_as_it_says():
         level = rng.normal(size=60)
         a = frame({(f"q{i:02}", f"{i}a"): level[i] + rng.normal() for i in range(45)})
         b = frame({(f"q{i:02}", f"{i}b"): level[i] + rng.normal() for i in range(15, 60)})
-        found = difference(a, b, "MRR", Resampling(300))
+        found = intervals.contrast(a, b, Resampling(300))
         inside += found["low"] <= 0 <= found["high"]
         rejected += found["p"] < 0.05
     assert 0.88 < inside / 150 < 0.99 and 0.01 < rejected / 150 < 0.12
     one = frame({("q1", 0): 1.0})
-    assert np.isnan(difference(one, one, "MRR", Resampling())["low"])
-    assert np.isnan(difference(one, frame({}), "MRR", Resampling())["ours"])
+    assert np.isnan(intervals.contrast(one, one, Resampling())["low"])
+    assert np.isnan(intervals.contrast(one, frame({}), Resampling())["ours"])
 
 
 def test_comparisons_by_hand(toy):

@@ -152,9 +152,9 @@ def test_a_contrast_is_the_difference_of_two_groups_means_and_a_gain_the_mean_ov
     trained = pd.concat([start.assign(value=start["value"] + 10 + 2 * seed, seed=seed) for seed in (0, 1)])
     gain = ablations.gained(trained, start.iloc[::-1])
     assert gain["value"].to_numpy() == pytest.approx(11) and set(gain["search_id"]) == set(start["search_id"])
-    found = ablations.contrast(gain.iloc[:20], gain.iloc[20:].assign(value=3.0), Resampling(samples=200))
+    found = intervals.contrast(gain.iloc[:20], gain.iloc[20:].assign(value=3.0), Resampling(samples=200))
     assert [found[k] for k in ("ours", "low", "high")] == pytest.approx([8, 8, 8])
-    wide = ablations.contrast(start.iloc[:20], start.iloc[20:], Resampling(samples=200))
+    wide = intervals.contrast(start.iloc[:20], start.iloc[20:], Resampling(samples=200))
     assert wide["low"] < wide["ours"] < wide["high"] and wide["p"] > 0.01
     assert found["p"] == pytest.approx(2 / 201)  # no draw is at or beyond 0
 
@@ -164,7 +164,7 @@ def test_the_p_of_a_contrast_of_independent_searches_is_welchs(apart):
     rng = np.random.default_rng(1)
     ids = [{k: [f"{k}{side}{i}" for i in range(80)] for k in ("search_id", "query_id", "patient")} for side in "ab"]
     one, other = (pd.DataFrame(of | {"value": rng.normal(m, 6, 80)}) for of, m in zip(ids, (apart, 0), strict=True))
-    p = ablations.contrast(one, other, Resampling(samples=4000))["p"]
+    p = intervals.contrast(one, other, Resampling(samples=4000))["p"]
     assert p == pytest.approx(scipy.stats.ttest_ind(one["value"], other["value"], equal_var=False).pvalue, abs=0.03)
 
 
