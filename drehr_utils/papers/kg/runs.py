@@ -139,10 +139,12 @@ def live(profile: Profile) -> list[str]:
 
 
 def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Row -> `on_the_way`: the records', or where there are none those of `made`, this run's loss curves by row."""
+    """Row -> `on_the_way`: the records', the mean over a row's trainings, or where there are none those of `made`, this
+    run's loss curves by row."""
     table = STEPS.read(profile) if profile.short else pd.DataFrame()
     if len(table):
-        parts = dict(list(table[table["seed"] == table["seed"].min()].groupby("system")))
+        mean = table.groupby(["system", "step"], as_index=False)[["R@1", "R@25"]].mean()
+        parts = dict(list(mean.groupby("system")))
         names = [*systems.names(profile), *systems.long_rows(profile)]
         return {name: parts[name] for name in names if name in parts}
     rows = {row: row.removesuffix(" (short)") for row in made}
