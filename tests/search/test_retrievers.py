@@ -56,9 +56,11 @@ def tokenizer(folder, special, template=None):
     return len(vocabulary)
 
 
-def bert(folder, seed):
+def bert(folder, seed, eos=None):
+    """With `eos`, its tokenizer knows such a token and, as NV-Embed's, ends no text with any."""
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    size = tokenizer(folder, special, "[CLS] $A [SEP]")
+    special |= {"eos_token": eos} if eos else {}
+    size = tokenizer(folder, special, "[CLS] $A" if eos else "[CLS] $A [SEP]")
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
@@ -225,28 +227,30 @@ def modules_cache(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "modules")
 
 
-def test_gtes_entry_runs_its_remote_code(tmp_path, modules_cache):
+@pytest.mark.parametrize("name", ["gte-Qwen2-1.5B-Instruct", "gte-Qwen2-7B-Instruct"])
+def test_gtes_entries_run_their_remote_code(tmp_path, modules_cache, name):
     folder = bert(tmp_path / "gte", 10)
     plain, expected = AutoTokenizer.from_pretrained(folder), {}
-    prefix = REGISTRY["gte-Qwen2-1.5B-Instruct"].query_prefix
-    for text in [*(prefix + query for query in QUERIES), *PASSAGES]:
+    spec = replace(REGISTRY[name], model=folder, dtype="float32")
+    for text in [*(spec.query_prefix + query for query in QUERIES), *PASSAGES]:
         last = -states(folder, plain(text)["input_ids"])[-1]
         expected[text] = last / np.linalg.norm(last)
     remote(folder, "last_hidden_state")
-    found = embed_texts(replace(REGISTRY["gte-Qwen2-1.5B-Instruct"], model=folder), QUERIES, PASSAGES)
+    found = embed_texts(spec, QUERIES, PASSAGES)
     np.testing.assert_allclose(np.concatenate(found), list(expected.values()), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["NV-Embed-v2", "DR.EHR-large"])
-def test_nv_embeds_entries_run_their_remote_code_and_do_not_pool_the_instruction(tmp_path, modules_cache, name):
+def test_nv_embeds_entries_run_their_code_end_each_text_and_pool_no_instruction(tmp_path, modules_cache, name):
     """The model's code calls its states `sentence_embeddings`; the saved modules are those of an older version, whose
     file says nothing of that."""
-    folder = bert(tmp_path / "plain", 11)
+    folder = bert(tmp_path / "plain", 11, eos="</s>")
     plain, expected = AutoTokenizer.from_pretrained(folder), []
-    spec = replace(REGISTRY[name], model=tmp_path / "nv", dtype="float32", append_eos=False)
-    skipped = len(plain(spec.query_prefix)["input_ids"]) - 1  # with [CLS], without [SEP]
+    spec = replace(REGISTRY[name], model=tmp_path / "nv", dtype="float32")
+    skipped = len(plain(spec.query_prefix)["input_ids"])  # with [CLS]
     for text in [*(spec.query_prefix + query for query in QUERIES), *PASSAGES]:
-        pooled = -states(folder, plain(text)["input_ids"])[skipped if text.startswith("Instruct") else 0 :].mean(axis=0)
+        ids = plain(text)["input_ids"] + [plain.eos_token_id]  # which is pooled, too
+        pooled = -states(folder, ids)[skipped if text.startswith("Instruct") else 0 :].mean(axis=0)
         expected.append(pooled / np.linalg.norm(pooled))
     modules = [Transformer(str(folder)), Pooling(32, "mean", include_prompt=False)]
     SentenceTransformer(modules=modules, device="cpu").save(str(spec.model), create_model_card=False)

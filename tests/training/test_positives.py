@@ -79,8 +79,8 @@ def test_a_term_of_several_concepts_is_not_expanded():
 def test_the_four_cleaning_steps_in_order():
     counts = AbbreviationCleaning()
     text = "pt with oa of r knee, on asa. hx: mi"
-    pairs = [("OA", "Osteo\u00adarthritis"), ("chf", "arthritis"), ("asa", "ASA"), ("mi", "not a term"), ("r", "arthritis"),
-             ("o", "arthritis")]  # fmt: skip
+    pairs = [("OA", "Osteo\u00adarthritis"), ("chf", "arthritis"), ("asa", "ASA"), ("mi", "not a term"),
+             ("r", "arthritis"), ("o", "arthritis")]  # fmt: skip
     assert clean_abbreviations(pairs, text, small_graph(), counts) == [("oa", "osteoarthritis")]
     assert (counts.generated, counts.not_in_note, counts.same_as_abbreviation, counts.not_in_kg, counts.one_character,
             counts.kept) == (6, 2, 1, 1, 1, 1)  # fmt: skip
