@@ -160,7 +160,9 @@ class Place:
         forms = [word.encode(encoding) for word in canaries for encoding in ("ascii", "utf-16-le", "utf-32-le")]
         for part in contents(path):
             self.searched.bytes += len(part)
-            part = (_KERNED.sub(b"", part) if path.suffix == ".pdf" else part).lower()
+            if path.suffix == ".pdf":  # TrueType's letters have two bytes
+                part = _KERNED.sub(b"", part.replace(b"\0", b""))
+            part = part.lower()
             if any(form in part for form in forms):
                 return True
         return False

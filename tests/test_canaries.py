@@ -63,12 +63,15 @@ def test_the_search_finds_what_is_packed(tmp_path):
     figure.savefig(tmp_path / "c.pdf", metadata={"Title": "zqcanary"})
     figure.savefig(tmp_path / "d.png", metadata={"Comment": "of 12345678"})
     figure.suptitle("zqcanary")
-    plots.save_figure(figure, "e", tmp_path)
+    for name, font_type in (("e", 3), ("e-notebooks", 42)):  # the second as plots.set_style has it
+        with plt.rc_context({"pdf.fonttype": font_type}):
+            plots.save_figure(figure, name, tmp_path)
     pq.write_table(pa.table({"text": ["a", "of the zqcanary " * 9, "z"]}), tmp_path / "f.parquet", compression="brotli")
     assert b"zqcanary" not in (tmp_path / "f.parquet").read_bytes()
     (tmp_path / "zqcanary.txt").touch()
     (tmp_path / "none.gz").write_bytes(gzip.compress(b"nothing"))
-    assert place.holding(tmp_path) == ["a.gz", "b.npz", "c.pdf", "d.png", "e.pdf", "f.parquet", "zqcanary.txt"]
+    figures = ["c.pdf", "d.png", "e-notebooks.pdf", "e.pdf"]
+    assert place.holding(tmp_path) == ["a.gz", "b.npz", *figures, "f.parquet", "zqcanary.txt"]
 
 
 def test_leaks_are_found(tmp_path):

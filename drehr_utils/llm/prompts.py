@@ -127,8 +127,10 @@ def _answer_lines(answer: str) -> list[str]:
 
 
 def _unmarked(text: str) -> str:
-    """As the graph has terms, without Markdown's marks, quotes or enclosing brackets."""
-    text = normalize_term(text).strip(" *_`\"'")
+    """As the graph has terms, without Markdown's marks, quotes or enclosing brackets; what hides characters in itself
+    keeps them, and is no name."""
+    text = " ".join(text.lower().split())
+    text = (normalize_term(text) if text.isprintable() else text).strip(" *_`\"'")
     return text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
 
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from drehr_utils.config import GRAPH_TERMS
 from drehr_utils.data.notes import Chunk
-from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
+from drehr_utils.knowledge.graph import KnowledgeGraph
 from drehr_utils.knowledge.matching import EntityMatcher
 
 STAGE1_SOURCES = ("string match", "abbreviation", "synonym", "hypernym", "related")  # Table 1's rows
@@ -111,10 +111,9 @@ class AbbreviationCleaning:
 def clean_abbreviations(
     pairs: Iterable[tuple[str, str]], text: str, kg: KnowledgeGraph, counts: AbbreviationCleaning
 ) -> list[tuple[str, str]]:
-    """Appendix A's four cleaning steps, in its order, on one chunk's pairs; `counts` is added to."""
+    """Appendix A's four cleaning steps, in its order, on one chunk's pairs (llm.prompts'); `counts` is added to."""
     kept = []
     for abbreviation, full_name in pairs:
-        abbreviation, full_name = normalize_term(abbreviation), normalize_term(full_name)
         counts.generated += 1
         if not re.search(rf"(?<![^\W_]){re.escape(abbreviation)}(?![^\W_])", text):
             counts.not_in_note += 1

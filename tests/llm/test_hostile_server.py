@@ -145,11 +145,12 @@ def test_what_is_no_name_is_counted_and_left_out(term):
 
 def test_names_of_all_kinds_stay():
     names = [
-        "hla-b*57:01", "α-thalassemia", "ménière’s disease", "rho(d) immune globulin", "5% dextrose", "vitamin b12",
+        "hla-b*57:01", "α-thalassemia", "ménière's disease", "rho(d) immune globulin", "5% dextrose", "vitamin b12",
         "t(9;22)", "st. john's wort", "type 2 diabetes", "nacl 0.9 %/kcl", "guillain–barré syndrome", "[18f]fdg pet",
     ]  # fmt: skip
     assert all(map(is_a_name, names))
-    assert parse_entities("\n".join(f"- {name}" for name in names)) == (names, 0)
+    typeset = [name.replace("ménière's", "ménière’s") for name in names]  # the graph's names have plain apostrophes
+    assert parse_entities("\n".join(f"- {name}" for name in typeset)) == (names, 0)
 
 
 def test_a_note_that_gives_orders_reaches_the_positives_through_the_rules_alone(tmp_path, monkeypatch):
