@@ -339,9 +339,12 @@ def test_missing_package(monkeypatch):
 
 
 def graph_digest(**changes) -> str:
-    """Of the smoke profile's graph with these fields, asked anew."""
+    """Of the smoke profile's graph with these fields, asked anew, and of no later test."""
     pipeline.graph_digest.cache_clear()
-    return pipeline.graph_digest(replace(load_profile("smoke"), **changes))
+    try:
+        return pipeline.graph_digest(replace(load_profile("smoke"), **changes))
+    finally:
+        pipeline.graph_digest.cache_clear()
 
 
 def test_a_bios_is_known_by_its_bytes_not_by_its_place(small, tmp_path):
