@@ -34,19 +34,21 @@ VALUES, STEPS = Record("runs/kg.csv.gz"), Record("runs/kg_steps.csv")
 
 def all_rows(profile: Profile) -> list[str]:
     """All that a record may be of."""
-    trained = [*systems.names(profile), *systems.share_rows(profile), *systems.long_rows(profile)]
+    trained = [*systems.names(profile), *systems.share_rows(profile), *systems.length_rows(profile)]
     return [*trained, *systems.plain_rows(profile)]
 
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
     """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
-    plain_rows on the test sets alone, of share_rows and long_rows on new mentions of its task and all codes besides."""
+    plain_rows, share_rows and length_rows on new mentions of its task (PLAIN: of all; TURNED: both ways) and all codes
+    besides."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
-    if system in systems.plain_rows(profile):
-        return {t.name: t for t in found}
-    if system in (*systems.share_rows(profile), *systems.long_rows(profile)):
-        own = systems.own_test(profile, systems.task_of(system))
-        return {t.name: t for t in (*found, own, systems.all_codes(profile))}
+    plain = systems.plain_rows(profile)
+    if system in (*plain, *systems.share_rows(profile), *systems.length_rows(profile)):
+        learnt = plain[1:] if system == systems.PLAIN else [system]
+        own = [systems.own_test(profile, systems.task_of(row.removesuffix(f" on {systems.PLAIN}"))) for row in learnt]
+        other_way = [systems.own_test(profile, system)] if system.endswith(systems.TURNED) else []
+        return {t.name: t for t in (*found, *own, systems.all_codes(profile), *other_way)}
     if system not in systems.tasks(profile):
         return figure2
     own = [systems.own_test(profile, system)]
@@ -145,7 +147,7 @@ def curves(profile: Profile, made: Mapping[str, pd.DataFrame]) -> dict[str, pd.D
     if len(table):
         mean = table.groupby(["system", "step"], as_index=False)[["R@1", "R@25"]].mean()
         parts = dict(list(mean.groupby("system")))
-        names = [*systems.names(profile), *systems.long_rows(profile)]
+        names = [*systems.names(profile), *systems.length_rows(profile)]
         return {name: parts[name] for name in names if name in parts}
     rows = {row: row.removesuffix(" (short)") for row in made}
     return {row: on_the_way(profile, name, made[row]) for row, name in rows.items() if name in systems.tasks(profile)}

@@ -48,6 +48,7 @@ PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's 
 HALF, NONE = ", half of the start", ", none of the start"  # of its weights in the trained ones
 TURNED = ", turned"  # a Graph task's child looks for its parent
 LONG, TIMES = ", four times the steps", 4
+FEW, FEW_STEPS = ", 40 steps", 40  # as a run trains its own two
 SUPERVISED, WITH_AUXILIARY = "Supervised", "Supervised + Comb"
 MENTIONS_ONLY, MENTIONS_AND_CONCEPTS = "mentions", "mentions and concepts"  # what a system never saw (§2)
 OPEN_LINKING = ROOT / "data/open_linking/mentions.csv.gz"
@@ -200,8 +201,10 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
 
 
 def own_dev(profile: Profile, name: str, but: Sequence[linking.Mention] = ()) -> TestSet:
-    """A task's own dev mentions, without those in `but`."""
-    (train, dev), sizes = tasks(profile)[name], profile.kg
+    """A task's own dev mentions, without those in `but`; of one TURNED, sought by the other side."""
+    (train, dev), sizes = tasks(profile)[name.removesuffix(TURNED)], profile.kg
+    if name.endswith(TURNED):
+        train, dev = turned(train), turned(dev)
     return linking.own_task(train, dev, sizes.own_mentions, sizes.own_concepts, profile.seed, but)
 
 
@@ -257,14 +260,20 @@ def share_rows(profile: Profile) -> list[str]:
     return [*rows, f"{ICD10} Graph{TURNED}"] if NAMES in found else []
 
 
-def long_rows(profile: Profile) -> list[str]:
-    """The task of the test set's own codes, and all tasks at once, trained longer; where NAMES is."""
-    return [f"{ICD10} Syn{LONG}", COMB + LONG] if NAMES in tasks(profile) else []
+def length_rows(profile: Profile) -> list[str]:
+    """Where NAMES is: the task of the test set's own codes, and all tasks at once, trained longer; the others as short
+    as a run trains those two itself."""
+    if NAMES not in (found := tasks(profile)):
+        return []
+    longer = [f"{ICD10} Syn", COMB]
+    return [*(name + LONG for name in longer), *(name + FEW for name in found if name not in (*longer, NAMES))]
 
 
 def task_of(system: str) -> str:
-    """The system whose task one of share_rows or long_rows is trained on; any other as it is."""
-    return system.removesuffix(HALF).removesuffix(NONE).removesuffix(TURNED).removesuffix(LONG)
+    """The system whose task one of share_rows or length_rows is trained on; any other as it is."""
+    for suffix in (HALF, NONE, TURNED, LONG, FEW):
+        system = system.removesuffix(suffix)
+    return system
 
 
 def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
@@ -275,11 +284,15 @@ def start_of(profile: Profile, row: str) -> tuple[Profile, str]:
     return replace(profile, kg=own), row.removesuffix(PLAIN).removesuffix(" on ") or "start"
 
 
+def turned(task: Task) -> Task:
+    """The task with the side that was looked for as the one that looks."""
+    return replace(task, name=task.name + TURNED, mention=task.concept, concept=task.mention)
+
+
 def trained_on(profile: Profile, system: str) -> list[Task]:
     """The tasks whose losses the system's training sums; none for "start"."""
     if system.endswith(TURNED):
-        task = tasks(profile)[task_of(system)][0]
-        return [replace(task, name=system, mention=task.concept, concept=task.mention)]
+        return [turned(tasks(profile)[task_of(system)][0])]
     system = task_of(system)
     if system == "start":
         return []
@@ -296,6 +309,8 @@ def training(profile: Profile, system: str, seed: int = 0) -> PairConfig:
     own = replace(profile.kg.supervised if figure2 else profile.kg.training, seed=seed)
     if system.endswith(LONG):
         own = replace(own, epochs=TIMES * own.epochs, max_steps=own.max_steps and TIMES * own.max_steps)
+    if system.endswith(FEW):
+        own = replace(own, max_steps=min(FEW_STEPS, own.max_steps or FEW_STEPS))
     if system == NAMES or system.endswith(HALF):
         own = replace(own, start_share=0.5)
     masked = task == NAMES or profile.kg.mended and task.endswith("Graph")

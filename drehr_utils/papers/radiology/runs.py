@@ -4,7 +4,7 @@
     python -m drehr_utils.papers.radiology.runs --check     # which of its rows are of another recipe or other data
 
 data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained, and
-radiology_steps.csv.gz those of the paper's best row of Table 1 on the way, on IU X-ray. Of IU X-ray these are numbers
+radiology_steps.csv.gz those of Table 1's rows on the way, on IU X-ray. Of IU X-ray these are numbers
 alone: findings, and an entry's or query's number, no text and no report's id. A training that was cut off is begun
 again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
 `python -m drehr_utils.training.weights smollm2` has fetched it.
@@ -92,11 +92,12 @@ def from_plain(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None
 
 
 def watched(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None) -> Iterator[Training]:
-    """The trainings of Table 1 that are measured on the way (systems.on_the_way): the paper's best row, on IU X-ray."""
+    """The trainings of Table 1 that are measured on the way (systems.on_the_way): on IU X-ray, the paper's best row
+    first."""
     sizes = profile.radiology
-    for row in sizes.table1 if IU in systems.collections(profile) else ():
-        if row.label == sizes.best.label:
-            yield Training(row.label, FOLDS + IU, systems.chosen(profile, row, tried and tried()))
+    rows = sorted(sizes.table1, key=lambda row: row.label != sizes.best.label)
+    for row in rows if IU in systems.collections(profile) else ():
+        yield Training(row.label, FOLDS + IU, systems.chosen(profile, row, tried and tried()))
 
 
 # --- made --------------------------------------------------------------------------------------------------------

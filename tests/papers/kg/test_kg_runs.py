@@ -80,6 +80,7 @@ def test_a_share_row_differs_from_its_system_by_the_share_alone(smoke):
         assert systems.trained_on(smoke, row) == systems.trained_on(smoke, systems.task_of(row))
     for row in (*rows, turned):
         asked = [*systems.test_sets(smoke), systems.own_test(smoke, systems.task_of(row)), systems.all_codes(smoke)]
+        asked += [systems.own_test(smoke, row)] if row == turned else []
         assert list(runs.tested(smoke, row, 0)) == [found.name for found in asked]
     assert len({runs.digest(smoke, row, 0) for row in (*systems.names(smoke), *rows, turned)}) == 10 + 9
 
@@ -89,15 +90,25 @@ def test_the_turned_row_differs_from_its_system_by_the_side_that_is_sought_alone
     assert systems.training(smoke, turned) == systems.training(smoke, "ICD-10 Graph")
     (ours,), (theirs,) = systems.trained_on(smoke, turned), systems.trained_on(smoke, "ICD-10 Graph")
     assert [ours.pair(i)[::-1] for i in range(len(ours))] == [theirs.pair(i) for i in range(len(theirs))]
+    asked, shown = systems.own_test(smoke, turned), {ours.pair(i) for i in range(len(ours))}
+    graph = systems.whole_tasks(smoke)["ICD-10 Graph"]
+    edges = {graph.pair(i)[::-1] for i in range(len(graph))}
+    pairs = {(m.text, asked.concepts[c]) for m in asked.mentions for c in m.concepts}
+    assert pairs and pairs <= edges - shown  # each asked child's own parents, by edges that were not trained on
 
 
-def test_a_long_row_differs_from_its_system_by_the_steps_alone(smoke):
-    for row in (rows := systems.long_rows(smoke)):
+def test_a_long_row_and_a_short_one_differ_from_their_system_by_the_steps_alone(smoke):
+    rows, full = systems.length_rows(smoke), maker(load_profile("open"))
+    long = [row for row in rows if systems.has_curve(smoke, row)]
+    for row in rows:
         ours, task = systems.training(smoke, row), systems.task_of(row)
-        assert ours.max_steps == 4 * systems.training(smoke, task).max_steps
-        assert systems.trained_on(smoke, row) == systems.trained_on(smoke, task) and systems.has_curve(smoke, row)
+        of_task, of_full = systems.training(smoke, task), systems.training(full, row)
+        assert ours.max_steps == of_task.max_steps * (4 if row in long else 1)  # smoke's are fewer than 40
+        assert of_full == replace(systems.training(full, task), max_steps=4000 if row in long else 40, epochs=of_full.epochs)
+        assert systems.trained_on(smoke, row) == systems.trained_on(smoke, task)
         assert set(runs.tested(smoke, row, 0)) - {systems.all_codes(smoke).name} < set(runs.tested(smoke, task, 0))
-    assert [systems.task_of(row) for row in rows] == ["ICD-10 Syn", "Comb"]
+    assert [systems.task_of(row) for row in long] == ["ICD-10 Syn", "Comb"]
+    assert sorted(map(systems.task_of, rows)) == sorted(set(systems.tasks(smoke)) - {systems.NAMES})
     assert systems.pairs_shown(smoke, rows[0]) == 4 * systems.pairs_shown(smoke, "ICD-10 Syn")
 
 
