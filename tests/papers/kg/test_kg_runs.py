@@ -104,7 +104,8 @@ def test_a_long_row_and_a_short_one_differ_from_their_system_by_the_steps_alone(
         ours, task = systems.training(smoke, row), systems.task_of(row)
         of_task, of_full = systems.training(smoke, task), systems.training(full, row)
         assert ours.max_steps == of_task.max_steps * (4 if row in long else 1)  # smoke's are fewer than 40
-        assert of_full == replace(systems.training(full, task), max_steps=4000 if row in long else 40, epochs=of_full.epochs)
+        steps = 4000 if row in long else 40
+        assert of_full == replace(systems.training(full, task), max_steps=steps, epochs=of_full.epochs)
         assert systems.trained_on(smoke, row) == systems.trained_on(smoke, task)
         assert set(runs.tested(smoke, row, 0)) - {systems.all_codes(smoke).name} < set(runs.tested(smoke, task, 0))
     assert [systems.task_of(row) for row in long] == ["ICD-10 Syn", "Comb"]
