@@ -214,7 +214,18 @@ def opened(profile):
 
 def compaction(profile) -> None:
     """Some notes change and some go: none of their text is left on the disk."""
-    before, after = states()
+    from drehr_utils.search.index import NoteIndex
+
+    (before, after), compact, mark = states(), NoteIndex._finish, Path(os.environ["DREHR_ROOT"]) / COMPACTING
+
+    def marked(self) -> None:
+        began = time.monotonic()
+        mark.touch()
+        compact(self)
+        mark.unlink()
+        mark.with_suffix(".seconds").write_text(str(time.monotonic() - began))
+
+    NoteIndex._finish = marked  # in this process, which is the trial's own
     opened(profile).update(after, remove_gone=True, progress=False)
     if lying_in(profile.cache / "index", [*before[:6], *before[117:]]):
         raise OSError("the text of deleted notes is on the disk")
@@ -298,6 +309,7 @@ STAGES: dict[str, Callable] = {
     for stage in (positives, answers, training, scores, records, index, compaction, reading, graph, notebook)
 }
 PREPARED = {"compaction", "reading"}  # begin with an index that is there
+COMPACTING = "compacting"  # a file in the root, there while an index is compacted
 
 
 # --- what a stage leaves ----------------------------------------------------------------------------------------------
@@ -379,7 +391,10 @@ class Run:
             raise RuntimeError(error)
         return value
 
-    def killed_after(self, seconds: float) -> bool:
+    def killed_after(self, seconds: float, start: Path | None = None) -> bool:
+        """Whether it was still at work then: so long after its beginning, or after the file `start` is there."""
+        while start and self.process.is_alive() and not start.exists():
+            time.sleep(0.001)
         self.process.join(seconds)
         alive = self.process.is_alive()
         with contextlib.suppress(ProcessLookupError):
@@ -427,14 +442,21 @@ def trial(name: str, profile, points: int, rng: random.Random) -> dict:
             differ = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
             unequal.append(f"{disturbance}: {', '.join(differ)}")
 
-    kills = 0
-    for _ in range(3 * points):
-        if kills == points:
-            break
-        empty(profile)
-        after = rng.uniform(0, run.seconds)
-        if Run(do, profile).killed_after(after):
+    kills, compacting, mark = 0, 0, Path(os.environ["DREHR_ROOT"]) / COMPACTING
+    moments = {None: run.seconds}  # what a kill waits for: how long from then
+    if name == "compaction":  # a small part of its run, which few kills would meet
+        moments[mark] = float(mark.with_suffix(".seconds").read_text())
+    for more, (start, lasts) in enumerate(moments.items(), 1):
+        for _ in range(3 * points):
+            if kills == more * points:
+                break
+            empty(profile)
+            mark.unlink(missing_ok=True)
+            after = rng.uniform(0, lasts)
+            if not Run(do, profile).killed_after(after, start):
+                continue
             kills += 1
+            compacting += mark.exists()
             compare(f"killed after {after:.2f} s")
 
     said = {}
@@ -473,6 +495,7 @@ def trial(name: str, profile, points: int, rng: random.Random) -> dict:
         "seconds": round(run.seconds, 2),
         "artefacts": len(expected),
         "kills": kills,
+        **({"kills while it compacts": compacting} if name == "compaction" else {}),
         "said": said,
         "unequal": unequal,
     }
