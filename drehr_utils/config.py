@@ -35,7 +35,6 @@ class StageConfig:
     windows: float = 0.0  # a chunk's best window's share of its similarity, in training as in search (search.windows)
     keep: float = 0.0  # weight of the pull that holds texts of other kinds where the starting encoder puts them
     kept_per_chunk: int = 1  # how many of them are drawn beside each chunk of a batch
-    hard_negatives: int = 0  # names of narrower and of sibling concepts that are a chunk's own negatives
     recompute: bool = False  # encode twice instead of keeping activations: a batch in its largest bucket's memory
     gather_negatives: bool = False  # of several processes, each contrasts with all's terms; else with its own, as §4.2
     chunks_per_note: int = 1  # chunks of one note that share a batch: hard negatives for Single-Patient search
@@ -43,10 +42,15 @@ class StageConfig:
     dropout: float | None = 0.0  # None: as the model was trained (0.1 for BERT); on a CPU 0 saves a third of a step
     seed: int = 0
 
+    def steps(self, chunks: int) -> int:
+        """How many batches a training on that many chunks is."""
+        steps = max(1, round(max(1, chunks // self.batch_size) * self.epochs))
+        return min(steps, self.max_steps or steps)
+
     @property
     def uses_graph(self) -> bool:
         """Whether training itself asks the graph (the positive sets of stage I always hold it)."""
-        return any((self.substitution, self.complete_labels, self.keep, self.hard_negatives))
+        return any((self.substitution, self.complete_labels, self.keep))
 
 
 @dataclass(frozen=True)

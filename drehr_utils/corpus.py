@@ -113,6 +113,7 @@ def knowledge_graph(profile: Profile) -> KnowledgeGraph:
     """The graph of `profile.bios`, or the open one, which is built once and kept in BIOS's layout."""
     if profile.bios is not None:
         graph = load_bios(profile.bios)
+        graph.say_dropped(profile.bios)
     else:
         graph = vocabularies.open_graph(ROOT / "data/cache/kg", profile.open_kg)
     gc.freeze()  # it lives as long as the process, and each collection would go over its millions of objects again

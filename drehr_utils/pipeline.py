@@ -95,14 +95,7 @@ def graph_view(profile: Profile) -> sampling.GraphView:
     def related(ids: frozenset[str]) -> frozenset[str]:
         return frozenset(other for cui in ids for _, other in graph.related(cui))
 
-    @remembered
-    def confusable(ids: frozenset[str]) -> tuple[str, ...]:
-        below = {narrow for cui in ids for narrow in graph.hyponyms(cui)}
-        siblings = {other for cui in ids for parent in graph.hypernyms(cui) for other in graph.hyponyms(parent)}
-        return tuple(sorted({graph.cui2pt[cui] for cui in (below | siblings) - ids - broader(ids)}))
-
     return sampling.GraphView(
-        confusable=confusable,
         spans=lambda text: positives.alias_spans(text, graph, matcher(profile)),
         concepts_in=concepts_in,
         broader=broader,

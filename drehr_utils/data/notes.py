@@ -68,6 +68,13 @@ def find_table(folder: Path, *names: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
+def need_table(folder: Path, hint: str, *names: str) -> Path:
+    """find_table's; raises DataError with `hint` where there is none."""
+    if path := find_table(folder, *names):
+        return path
+    raise DataError(f"{Path(folder).name}/: neither {'.csv(.gz) nor '.join(names)}.csv(.gz) is there; {hint}")
+
+
 def admission_id(value: str) -> str:
     """A cell's hadm_id, which pandas writes as 20000001.0 where the column has gaps."""
     return value.strip().removesuffix(".0")
@@ -101,13 +108,9 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
 
     Skipped, counted and reported: a note without text, bytes that are not UTF-8, a repeated row. Raises DataError for
     a missing table or column, a row without note id or patient, and two different texts under one note id."""
-    mimic4, mimic3 = find_table(folder, "discharge"), find_table(folder, "NOTEEVENTS")
-    path = mimic4 or mimic3
-    if path is None:
-        raise DataError(
-            f"{Path(folder).name}/: neither discharge.csv(.gz) (MIMIC-IV-Note) nor NOTEEVENTS.csv(.gz) (MIMIC-III) is "
-            "there; point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
-        )
+    hint = "point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
+    path = need_table(folder, hint, "discharge", "NOTEEVENTS")
+    mimic4 = path.name.startswith("discharge")
     where, seen, report.file = short_name(path), {}, path.name
     for row, values in iter_rows(path, NOTE_COLUMNS if mimic4 else MIMIC3_NOTE_COLUMNS):
         if not mimic4:

@@ -56,6 +56,11 @@ class KnowledgeGraph:
     sources: dict[str, list[str]] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter, compare=False)
 
+    def say_dropped(self, source: Path) -> None:
+        """Prints what reading it from `source` left out, if anything."""
+        if self.dropped:
+            print(f"{source.name}: left out: {'; '.join(f'{what}, {n:,}' for what, n in self.dropped.items())}")
+
     def cuis(self, term: str) -> list[str]:
         """Concepts that the term names, in any case; empty where none does."""
         return self.term2cui.get(normalize_term(term), [])

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
 from drehr_utils.knowledge.graph import KnowledgeGraph, normalize_term
@@ -25,14 +24,13 @@ FULLY_SPECIFIED_NAME, SYNONYM, IS_A = "900000000000003001", "900000000000013009"
 HINT = "it is part of a SNOMED CT release (RF2, Snapshot/Terminology), which needs an affiliate licence"
 
 
-def load_snomed(folder: Path) -> tuple[KnowledgeGraph, list[ReadReport]]:
-    """The active concepts of an RF2 release under `folder`, their descriptions and relationships; a report a file.
+def load_snomed(folder: Path) -> KnowledgeGraph:
+    """The active concepts of an RF2 release under `folder`, their descriptions and relationships.
 
     The main (English) description is the fully specified name, with its tag ("dyspnea (finding)", as in the paper's
     Table 4); active synonyms follow in the file's order. `types` holds the tag. Relations are named by their type's
     synonym; is_a apart, as in BIOS. Inferred relationships only, as the Relationship file has them. Files may be
     gzipped. Raises DataError for a missing file or wrong columns, or where no concept has a description."""
-    reports = []
 
     def rows(table: str, middle: str = "") -> Iterator[dict[str, str]]:
         """Active rows."""
@@ -42,11 +40,7 @@ def load_snomed(folder: Path) -> tuple[KnowledgeGraph, list[ReadReport]]:
         path, columns = found[0].with_name(found[0].name.removesuffix(".gz")), RF2_COLUMNS[table]
         if next(read_text_lines(path, HINT), (1, ""))[1].split("\t") != columns:
             raise DataError(f"{path.name}, row 1: the columns must be {', '.join(columns)}; {HINT}")
-        reports.append(ReadReport(path.name))
-        for row in read_rows(path, columns, "\t", columns, reports[-1], HINT):
-            if row["active"] == "1":
-                reports[-1].kept += 1
-                yield row
+        yield from (row for row in read_rows(path, columns, "\t", columns, HINT) if row["active"] == "1")
 
     active = {row["id"] for row in rows("Concept")}
     full: dict[str, str] = {}
@@ -70,7 +64,7 @@ def load_snomed(folder: Path) -> tuple[KnowledgeGraph, list[ReadReport]]:
         if tag := re.search(r" \(([^()]+)\)$", full.get(cui, "")):
             graph.types[cui] = tag[1]
     if not graph.cui2pt:
-        raise DataError(f"{reports[-1].file}: no active concept has a description in 'en'")
+        raise DataError("sct2_Description_Snapshot-en_*.txt: no active concept has a description in 'en'")
     for row in rows("Relationship"):
         source, target, kind = row["sourceId"], row["destinationId"], row["typeId"]
         if source not in graph.cui2pt or target not in graph.cui2pt:
@@ -79,4 +73,4 @@ def load_snomed(folder: Path) -> tuple[KnowledgeGraph, list[ReadReport]]:
             graph.is_a.setdefault(source, []).append(target)
         else:
             graph.add_relation(source, next(iter(synonyms.get(kind, [])), kind), target)
-    return graph, reports
+    return graph

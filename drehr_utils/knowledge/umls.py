@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 from tqdm.auto import tqdm
 
-from drehr_utils.data.notes import ReadReport
 from drehr_utils.errors import DataError
 from drehr_utils.files import read_text_lines
 from drehr_utils.knowledge.graph import normalize_term
@@ -47,21 +46,25 @@ _FILES = {  # BIOS's file -> its rows, in order, and what a key's rows become
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], separator: str, required: Sequence[str], report: ReadReport, hint: str
+    path: Path, columns: Sequence[str], separator: str, required: Sequence[str], hint: str
 ) -> Iterator[dict[str, str]]:
-    """Rows of a release's table (UMLS's RRF, SNOMED CT's RF2) as {column: cell}; malformed ones are counted."""
+    """Rows of a release's table (UMLS's RRF, SNOMED CT's RF2) as {column: cell}; malformed ones are left out, and told
+    at the end."""
+    faults = []
     for number, line in tqdm(read_text_lines(path, hint), desc=path.name, unit="row", unit_scale=True, leave=False):
         cells = line.removesuffix("|").split(separator)  # RRF has a pipe after the last cell too
         if number == 1 and cells == list(columns):  # RF2's header
             continue
-        report.rows += 1
         row = dict(zip(columns, cells, strict=False))
         if len(cells) != len(columns):
-            report.skipped.append((number, columns[-1], f"{len(cells)} columns instead of {len(columns)}"))
+            faults.append(f"row {number}, field {columns[-1]}: {len(cells)} columns instead of {len(columns)}")
         elif empty := [name for name in required if not row[name].strip()]:
-            report.skipped.append((number, empty[0], "empty"))
+            faults.append(f"row {number}, field {empty[0]}: empty")
         else:
             yield row
+    if faults:
+        more = ["..."] if len(faults) > 3 else []
+        print(f"{path.name}: {len(faults)} malformed rows are left out: {'; '.join([*faults[:3], *more])}")
 
 
 def _dump(path: Path, rows: Iterable[tuple], value: Callable[[list], object]) -> None:
@@ -84,8 +87,8 @@ def _edge(first: str, relation: str, second: str, name: str) -> tuple[str, str, 
     return (first, "is_a", second) if name in ("inverse_isa", "") else (second, name, first)
 
 
-def umls_to_bios(mrconso: Path, mrrel: Path, mrsty: Path | None, folder: Path) -> list[ReadReport]:
-    """Convert UMLS's RRF files (plain or .gz) to BIOS's layout in `folder`; a report for each file read.
+def umls_to_bios(mrconso: Path, mrrel: Path, mrsty: Path | None, folder: Path) -> None:
+    """Convert UMLS's RRF files (plain or .gz) to BIOS's layout in `folder`.
 
     English terms only; a concept's preferred one has TS=P, STT=PF, ISPREF=Y. Rows with SUPPRESS=O, E or Y are left out.
     Rows go through an SQLite file in `folder`, so memory stays bounded whatever the release's size. Raises DataError
@@ -93,13 +96,11 @@ def umls_to_bios(mrconso: Path, mrrel: Path, mrsty: Path | None, folder: Path) -
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"MRCONSO": mrconso, "MRREL": mrrel} | ({"MRSTY": mrsty} if mrsty else {})
-    reports = {name: ReadReport(Path(path).name) for name, path in paths.items()}
 
     def cells(name: str, of: Callable[[dict[str, str]], tuple | None]) -> Iterator[tuple]:
         """`of` each row that isn't suppressed, where it gives something."""
-        for row in read_rows(Path(paths[name]), RRF_COLUMNS[name], "|", REQUIRED[name], reports[name], HINT):
+        for row in read_rows(Path(paths[name]), RRF_COLUMNS[name], "|", REQUIRED[name], HINT):
             if row.get("SUPPRESS") not in ("O", "E", "Y") and (found := of(row)):
-                reports[name].kept += 1
                 yield found
 
     def term(row: dict[str, str]) -> tuple[str, str, int] | None:
@@ -127,4 +128,3 @@ def umls_to_bios(mrconso: Path, mrrel: Path, mrsty: Path | None, folder: Path) -
         for name, (query, value) in _FILES.items():
             _dump(folder / f"{name}.json", db.execute(query), value)
         db.close()
-    return list(reports.values())

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
-from torch.utils.data import Dataset
 
 from drehr_utils.config import StageConfig
 from drehr_utils.data.notes import Chunk, windows
@@ -27,7 +26,6 @@ class GraphView:
     broader: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # than any of these concepts
     related: Callable[[frozenset[str]], frozenset[str]] = lambda ids: frozenset()  # to any of them, is_a aside
     concepts_of: Callable[[str], frozenset[str]] = lambda term: frozenset()  # ids of the concepts a term names
-    confusable: Callable[[frozenset[str]], Sequence[str]] = lambda ids: ()  # terms narrower than these, or siblings
 
 
 @dataclass
@@ -103,8 +101,7 @@ def batch_schedule(note_ids: Sequence[str], config: StageConfig) -> Batches:
     epoch. A last batch that is not full is dropped."""
     if not note_ids:
         raise DataError("training set: nothing to train on; check the notes, and what is looked for in them")
-    steps = max(1, round(max(1, len(note_ids) // config.batch_size) * config.epochs))
-    steps = min(steps, config.max_steps or steps)
+    steps = config.steps(len(note_ids))
     by_note: dict[str, list[int]] = {}
     for i, note_id in enumerate(note_ids):
         by_note.setdefault(note_id, []).append(i)
@@ -151,17 +148,14 @@ class Row(NamedTuple):
     mentioned: frozenset[str] = frozenset()  # ids of the graph's concepts whose terms are positive for the text
     left_out: frozenset[str] = frozenset()  # ids of those whose terms are neither positive nor negative
     others: Sequence[str] = ()  # texts of other kinds, to be kept in place
-    hard: Sequence[str] = ()  # terms that are negatives of this text, and of no other for being listed here
 
 
-class PositivePairs(Dataset):
+@dataclass
+class PositivePairs:
     """(epoch, index) -> the row; fixed by seed, epoch and index."""
 
-    def __init__(self, data: TrainingSet, config: StageConfig):
-        self.data, self.config = data, config
-
-    def __len__(self) -> int:
-        return len(self.data)
+    data: TrainingSet
+    config: StageConfig
 
     def __getitem__(self, key: tuple[int, int]) -> Row:
         epoch, i = key
@@ -169,8 +163,6 @@ class PositivePairs(Dataset):
         rng = np.random.default_rng([config.seed, 1 + epoch, i])
         terms, text = self.data.positives(i), self.data.text(i)
         drawn = draw_positives(terms, config.positives_per_chunk, rng)
-        near = graph.confusable(graph.concepts_in(text)) if config.hard_negatives else ()
-        near = sorted(set(near) - set(terms))
         mentioned = graph.concepts_in(text) if config.complete_labels else frozenset()
         left_out = graph.related(mentioned) if config.leave_out_related else frozenset()
         if config.complete_hypernyms:
@@ -179,8 +171,7 @@ class PositivePairs(Dataset):
             text = substitute_aliases(text, graph.spans(text), config.substitution, rng)
         other_texts = self.data.other_texts
         kept = rng.choice(len(other_texts), config.kept_per_chunk, replace=False) if config.keep else ()
-        hard = [near[i] for i in rng.permutation(len(near))[: config.hard_negatives]]
-        return Row(text, drawn, terms, mentioned, left_out, [other_texts[k] for k in kept], hard)
+        return Row(text, drawn, terms, mentioned, left_out, [other_texts[k] for k in kept])
 
 
 @dataclass
@@ -202,14 +193,13 @@ class Collator:
         return texts[rank::world] or texts[:1]
 
     def __call__(self, rows: list[Row]) -> dict:
-        terms = list(dict.fromkeys(term for row in rows for term in (*row.drawn, *row.hard)))
+        terms = list(dict.fromkeys(term for row in rows for term in row.drawn))
         at = {term: u for u, term in enumerate(terms)}
         known = torch.zeros(len(rows), len(terms), dtype=torch.bool)
-        left_out, hard = torch.zeros_like(known), torch.zeros_like(known)
+        left_out = torch.zeros_like(known)
         concepts = [self.concepts_of(term) for term in terms] if any(row.mentioned for row in rows) else []
         for b, row in enumerate(rows):
             known[b, [at[term] for term in row.positives if term in at]] = True
-            hard[b, [at[term] for term in row.hard]] = True
             known[b, [u for u, ids in enumerate(concepts) if ids & row.mentioned]] = True
             left_out[b, [u for u, ids in enumerate(concepts) if ids & row.left_out]] = True
         texts = self.own([row.text for row in rows])
@@ -232,6 +222,5 @@ class Collator:
             "columns": torch.tensor([[at[term] for term in row.drawn] for row in rows]),  # [chunks, positives]
             "known": known,  # [chunks, unique entities]: positive for the chunk, drawn for it or not
             "left_out": left_out & ~known,  # likewise: neither positive nor negative
-            "hard": hard & ~known & ~left_out,  # likewise: the chunk's own hard negatives
             **kept,
         }

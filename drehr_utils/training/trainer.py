@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from drehr_utils import artifacts, files
@@ -30,34 +30,27 @@ FEW_DRAWS = 0.25
 
 
 def contrastive_loss(
-    S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None,
-    hard: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    S: Tensor, columns: Tensor, known: Tensor, config: StageConfig, left_out: Tensor | None = None
+) -> Tensor:
     """A batch's loss from S [chunks, unique entities], the drawn `columns` [chunks, n] and `known` [chunks, entities]:
     the authors' code's, or with `per_anchor` the equations'.
 
     Chunks are anchors over all drawn entities of the batch, repeats included, as the paper has it: a chunk's own draws
     are its positives, the others' its negatives (in-batch negatives, §3.3). `mask_false_negatives` leaves out the
     others' draws that are known positives of the chunk. Pairs of `left_out` [chunks, entities] are no negatives either.
-    Pairs of `hard` [chunks, entities] are, drawn or not. `both_ways` adds the same loss with each entity as anchor
-    over the batch's chunks; one logarithm a batch is divided by the number of chunks in both directions."""
+    `both_ways` adds the same loss with each entity as anchor over the batch's chunks; one logarithm a batch is divided
+    by the number of chunks in both directions."""
     multi_similarity = losses.multi_similarity_loss if config.per_anchor else losses.batch_multi_similarity_loss
     hyper = losses.PAPER._replace(beta=config.beta)
-    left_out, hard = (torch.zeros_like(known) if mask is None else mask for mask in (left_out, hard))
-    (n_chunks, n_drawn), flat, beside = columns.shape, columns.reshape(-1), hard.any(dim=0)
+    left_out = torch.zeros_like(known) if left_out is None else left_out
+    (n_chunks, n_drawn), flat = columns.shape, columns.reshape(-1)
     own = torch.eye(n_chunks, dtype=torch.bool, device=S.device).repeat_interleave(n_drawn, dim=1)
     spared = left_out | known if config.mask_false_negatives else left_out
-    sampled = torch.cat([S[:, flat], S[:, beside]], dim=1)
-    positives = torch.cat([own, torch.zeros_like(hard[:, beside])], dim=1)
-    negatives = torch.cat([~own & ~spared[:, flat], hard[:, beside]], dim=1)
-    loss = multi_similarity(sampled, positives, negatives, hyper)
+    loss = multi_similarity(S[:, flat], own, ~own & ~spared[:, flat], hyper)
     if config.both_ways:
-        drawn = torch.zeros_like(known).scatter_(1, columns, True)
-        positives = known if config.mask_false_negatives else drawn
-        anchors = drawn.any(dim=0)  # a term that is only a hard negative has nothing to find
-        terms = (S.T[anchors], positives.T[anchors], (~positives & ~left_out).T[anchors])
-        back = multi_similarity(*terms, hyper)
-        loss = (loss + (back if config.per_anchor else back * len(terms[0]) / n_chunks)) / 2
+        positives = known if config.mask_false_negatives else torch.zeros_like(known).scatter_(1, columns, True)
+        back = multi_similarity(S.T, positives.T, (~positives & ~left_out).T, hyper)
+        loss = (loss + (back if config.per_anchor else back * S.shape[1] / n_chunks)) / 2
     return loss
 
 
@@ -116,15 +109,17 @@ class Curve(TrainerCallback):
 
 
 class ScheduledTrainer(Trainer):
-    """transformers' Trainer over a fixed schedule of batches; `loss` is a scalar of the model and a collated batch."""
+    """transformers' Trainer over a fixed schedule of batches, its `train_dataset`; `loss` is a scalar of the model and
+    a collated batch."""
 
-    def __init__(self, *args, schedule: Sequence, loss: Callable[[torch.nn.Module, dict], Tensor], **kwargs):
+    def __init__(self, *args, loss: Callable[[torch.nn.Module, dict], Tensor], **kwargs):
         super().__init__(*args, **kwargs)
-        self.schedule, self.loss = schedule, loss
+        self.loss = loss
 
     def get_train_dataloader(self) -> DataLoader:
-        own = {"num_workers": self.args.dataloader_num_workers, "collate_fn": self.data_collator}
-        return DataLoader(self.train_dataset, batch_sampler=self.schedule, **own)
+        # batch_size=None would do without the list of one, but a training that goes on skips by a batch sampler
+        own = {"num_workers": self.args.dataloader_num_workers, "collate_fn": lambda one: self.data_collator(*one)}
+        return DataLoader(self.train_dataset, batch_size=1, **own)
 
     def _rounds(self, model: torch.nn.Module) -> bool:
         """On a CPU with bf16; but layers that compute anew in the backward pass would find the float32 weights."""
@@ -220,8 +215,7 @@ def fit(trainer: Trainer, progress: bool = True) -> pd.DataFrame:
 
 def train(
     model: torch.nn.Module,
-    dataset: Dataset,
-    schedule: Sequence[Sequence[Hashable]],
+    schedule: Sequence[list],
     collator: Callable[[list], dict],
     loss: Callable[[torch.nn.Module, dict], Tensor],
     config: Any,
@@ -233,8 +227,8 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     **settings,
 ) -> pd.DataFrame:
-    """Trains `model` in place on the schedule's batches, each a list of the dataset's keys; returns the loss curve,
-    with what a Curve among the `callbacks` measured in the columns beside it.
+    """Trains `model` in place on the schedule's batches, each a list that `collator` makes a model's input of; returns
+    the loss curve, with what a Curve among the `callbacks` measured in the columns beside it.
 
     Of processes that torchrun started, each takes its share of the batches (sampling.deal, `joint`), so that a schedule
     has fewer steps; the loss that is returned is their mean.
@@ -245,10 +239,8 @@ def train(
     prepare_for_training(model, config)
     schedule = deal(schedule, *ranks(), joint)
     arguments = training_arguments(output, config, len(schedule), save_steps, **settings)
-    trainer = ScheduledTrainer(
-        model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=list(callbacks),
-        schedule=schedule, loss=loss,
-    )  # fmt: skip
+    own = {"train_dataset": schedule, "data_collator": collator, "callbacks": list(callbacks), "loss": loss}
+    trainer = ScheduledTrainer(model=model, args=arguments, **own)
     curve, measured = fit(trainer, progress), Path(output, MEASURED)
     return curve.merge(pd.read_csv(measured), on="step", how="left") if measured.exists() else curve
 
@@ -266,7 +258,6 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig) -> Ten
     """`contrastive_loss` of a batch that sampling.Collator made; with other texts in it, `config.keep` times how far
     they are from where they were `before` is added."""
     chunks, entities = (embed_buckets(model, inputs[name], config.recompute) for name in ("chunks", "entities"))
-    masks = inputs["known"], config, inputs["left_out"], inputs["hard"]
     if config.gather_negatives:
         chunks, entities = (gathered(own, n) for own, n in zip((chunks, entities), inputs["known"].shape, strict=True))
     if "windows" in inputs:
@@ -274,7 +265,7 @@ def batch_loss(model: torch.nn.Module, inputs: dict, config: StageConfig) -> Ten
         S = similarities(chunks, entities, windows, inputs["of_chunk"], config.windows)
     else:
         S = chunks @ entities.T
-    loss = contrastive_loss(S, inputs["columns"], *masks)
+    loss = contrastive_loss(S, inputs["columns"], inputs["known"], config, inputs["left_out"])
     if "others" in inputs:
         loss = loss + config.keep * losses.embedding_drift(embed_buckets(model, inputs["others"]), inputs["before"])
     return loss
@@ -307,5 +298,9 @@ def train_stage(
             kept = list(dict.fromkeys(text for batch in schedule for key in batch for text in pairs[key].others))
         own["before"] = dict(zip(kept, encode(reference, kept, bf16=True), strict=True))
     collator = Collator(encoder, data.graph.concepts_of, **own)
-    loss = partial(batch_loss, config=config)
-    return train(encoder, pairs, schedule, collator, loss, config, output, joint=config.gather_negatives, **options)
+
+    def collate(keys: list[tuple[int, int]]) -> dict:
+        return collator([pairs[key] for key in keys])
+
+    loss, joint = partial(batch_loss, config=config), config.gather_negatives
+    return train(encoder, schedule, collate, loss, config, output, joint=joint, **options)

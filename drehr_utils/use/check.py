@@ -99,7 +99,7 @@ def estimate(profile: Profile) -> pd.Series:
     samples = found * (1 + 3 * profile.graph_terms)
     text = sum(len(note.text) for note in first) + sum(len(chunk.text) for chunk in chunks)
     n_chunks, calls = round(times * len(chunks)), round(times * len(asked))
-    steps = sum(stage.max_steps or round(n_chunks / stage.batch_size * stage.epochs) for stage in stages)
+    steps = sum(stage.steps(n_chunks) for stage in stages)
     return pd.Series(
         {
             "notes": f"{n_notes:,}",

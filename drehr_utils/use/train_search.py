@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
-from transformers import TrainerCallback
 
 from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe
@@ -29,7 +27,6 @@ from drehr_utils.training import encoders
 
 HYBRID = "hybrid"
 MOST_STEPS = 100  # unless a number is given: as the profile open, half an hour on one core
-MEASURED_STEPS = 4  # the first, which also waits for the processor's caches, isn't among them
 
 
 def train_on(
@@ -81,13 +78,14 @@ def train_on(
         if found < batch:
             said = f"{found} of {len(sets)} chunks have an entity, and a batch takes {batch}"
             raise DataError(f"{source.name}: {said}; give more notes, or --batch {found} or less")
-        epochs = profile.improved.stage2.epochs
-        steps = steps or min(MOST_STEPS, int(found // batch * epochs))
-        print(f"{len(sets)} chunks, {found} of them with an entity; {steps} steps of {batch} chunks", flush=True)
-        config = replace(profile.improved.stage2, batch_size=batch, epochs=steps, max_steps=steps)
+        config = replace(profile.improved.stage2, batch_size=batch, max_steps=MOST_STEPS)
+        steps = steps or config.steps(found)
+        said = f"{len(sets)} chunks, {found} of them with an entity; {steps} steps of {batch} chunks"
+        print(f"{said}; stopped, it goes on when called again", flush=True)
+        config = replace(config, epochs=steps, max_steps=steps)
         reads = bool(normalization.names_read(before.encoder.tokenizer))
         recipe = Recipe(stage2=config, read_names=not reads) if asked else Recipe(config, read_names=not reads)
-        folder, _ = pipeline.train_recipe(profile, recipe, [_Estimate()])
+        folder, _ = pipeline.train_recipe(profile, recipe)
         artifacts.remove(out / HYBRID)
         trained = Hybrid(encoders.load_encoder(folder), before.graph, before.weights)
         return artifacts.cached_folder(out / HYBRID, trained.save)
@@ -111,19 +109,3 @@ def _graph_folder(start: Path, out: Path) -> Path:
     open_kg = PROFILES["open"].open_kg
     place = out / f"graph-{artifacts.digest(vocabularies.build_open_kg, *vocabularies.made_of(open_kg))}"
     return artifacts.cached_folder(place, lambda partial: save_bios(vocabularies.build_open_kg(open_kg), partial))
-
-
-class _Estimate(TrainerCallback):
-    """Says after a few steps how long the others will take."""
-
-    def on_train_begin(self, args, state, control, **_):
-        self.first = state.global_step + 1
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == self.first:
-            self.since = time.monotonic()
-        elif state.global_step == self.first + MEASURED_STEPS:
-            left = state.max_steps - state.global_step
-            seconds = (time.monotonic() - self.since) / MEASURED_STEPS * left
-            about = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
-            print(f"\n{left} more steps: about {about}; stopped, it goes on when called again", flush=True)

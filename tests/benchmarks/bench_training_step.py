@@ -177,10 +177,7 @@ def steps(
     tell: Callable[[dict], object] = lambda step: None,
 ) -> list[float]:
     """Trains on the batches in the trainer's loop; returns the losses. `tell` gets each step's seconds and work."""
-    rows = [row for batch in batches for row in batch]
-    numbers = iter(range(len(rows)))
-    schedule = [[next(numbers) for _ in batch] for batch in batches]
-    config = StageConfig(positives_per_chunk=len(rows[0].drawn), batch_size=len(batches[-1]))
+    config = StageConfig(positives_per_chunk=len(batches[0][0].drawn), batch_size=len(batches[-1]))
     turns = Turns(kind, encoder, wait, tell)
     if kind == "ours":
         encoders.skip_padding(encoder)
@@ -192,7 +189,7 @@ def steps(
     collate = partial(turns.collate, collator=collator)
     with tempfile.TemporaryDirectory() as output:
         curve = trainer.train(
-            encoder, rows, schedule, collate, loss, config, Path(output), progress=False, callbacks=[turns], **settings
+            encoder, batches, collate, loss, config, Path(output), progress=False, callbacks=[turns], **settings
         )
     return curve["loss"].tolist()
 

@@ -400,9 +400,9 @@ def release(tmp_path) -> Path:
     return umls_release(tmp_path)
 
 
-def test_umls_to_bios(release):
+def test_umls_to_bios(release, capsys):
     out = release / "bios"
-    reports = umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", release / "MRSTY.RRF", out)
+    umls_to_bios(release / "MRCONSO.RRF", release / "MRREL.RRF", release / "MRSTY.RRF", out)
     kg = load_bios(out)
     assert kg.cui2pt == {"C01": "diabetes mellitus", "C02": "niddm", "C03": "metformin", "C04": "disease"}
     assert kg.cui2terms["C01"] == ["diabetes mellitus", "diabetes"] and kg.cuis("diabetes") == ["C01"]
@@ -415,11 +415,13 @@ def test_umls_to_bios(release):
         "C04": [("has_part", "C03")],
     }
     assert kg.types == {"C01": "Disease or Syndrome", "C03": "Pharmacologic Substance"}
-    conso_report, rel_report, _ = reports
-    assert (conso_report.file, conso_report.rows, conso_report.kept) == ("MRCONSO.RRF", 12, 7)
-    assert conso_report.skipped == [(11, "CVF", "5 columns instead of 18"), (12, "STR", "empty")]
-    assert rel_report.rows == 14
-    assert rel_report.skipped == [(13, "CVF", "2 columns instead of 16"), (14, "CUI1", "empty")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{file}: 2 malformed rows are left out: {rows}"
+        for file, rows in (
+            ("MRCONSO.RRF", "row 11, field CVF: 5 columns instead of 18; row 12, field STR: empty"),
+            ("MRREL.RRF", "row 13, field CVF: 2 columns instead of 16; row 14, field CUI1: empty"),
+        )
+    ]
     assert sorted(path.name for path in out.iterdir()) == [
         "CUI2pt.json", "CUI2term.json", "bios.txt", "is_a.json", "relations.json", "term2CUI.json", "types.json",
     ]  # fmt: skip

@@ -115,7 +115,7 @@ def test_a_step_in_bf16_is_that_of_a_copy_in_bf16(tmp_path, adapters):
 
     start = {name: p.clone() for name, p in encoder.named_parameters()}
     options = {"progress": False, "bf16": True, "max_grad_norm": 0.0, "callbacks": [First()]}
-    curve = trainer.train(encoder, rows, [[0, 1]], collator, loss, CONFIG, tmp_path, **options)
+    curve = trainer.train(encoder, [rows], collator, loss, CONFIG, tmp_path, **options)
     trainer.prepare_for_training(copy, CONFIG)
     expected = loss(copy, collator(rows))
     expected.backward()
@@ -148,7 +148,7 @@ def test_windows_are_trained_on_as_they_are_searched_with():
     of_names, of_texts = encoders.encode(encoder, names), encoders.encode(encoder, texts)
     best = windows.best_windows(of_names, *windows.encode_windows(encoder, texts))
     expected = torch.from_numpy(windows.blended(of_names @ of_texts.T, best, 0.25).T)
-    masks = batch["columns"], batch["known"], config, batch["left_out"], batch["hard"]
+    masks = batch["columns"], batch["known"], config, batch["left_out"]
     with torch.no_grad():
         ours = trainer.batch_loss(encoder.eval(), batch, config)
         whole = trainer.batch_loss(encoder, sampling.Collator(encoder)(rows), config)

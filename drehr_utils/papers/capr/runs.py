@@ -59,16 +59,14 @@ def measured(profile: Profile, row: str) -> pd.DataFrame:
     rows = []
     if curve is not None:
         rows.append(curve.rename(columns={"step": "search_id", "loss": "value"}).assign(task=TRAINING, metric="loss"))
-    for task, asked in asked_of.items():
+    # A Cross-encoder would read all pairs twice more.
+    halves = {} if name == systems.CROSS else systems.halves(systems.held_out(profile))
+    for task, asked in (asked_of | halves).items():
         scores = systems.scored(profile, name, task, *asked)
         rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=task))
-        if task != systems.MEDQUAD:  # its passages have no labels
+        if task not in (systems.MEDQUAD, *halves):  # MedQuAD's passages have no labels
             shared = report.mistakes(asked.data, asked.pool, asked.candidates, scores)
             rows.append(pd.DataFrame({"task": task, "search_id": ALL, "metric": shared.index, "value": shared.values}))
-    if name != systems.CROSS:  # it would read all pairs twice more
-        for half, asked in systems.halves(systems.held_out(profile)).items():
-            scores = systems.scored(profile, name, half, *asked)
-            rows.append(medquad.recall_values(asked.data, asked.candidates, scores).assign(task=half))
     if isinstance(model, ContextualDocumentVectors):
         heads = systems.head_values(model, systems.held_out(profile))
         rows += [found.assign(task=head) for head, found in heads.items()]

@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from drehr_utils import artifacts, errors, pipeline
@@ -201,31 +200,25 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
 
 
 @dataclass
-class QueryPassagePairs(Dataset):
-    """(epoch, index) -> (query, passage): one of the passage's entities at random, with its aspect (CAPR §3.1)."""
+class QueryPassagePairs:
+    """Passages and a query for each: one of its entities at random, with its aspect (CAPR §3.1)."""
 
     labelled: Sequence[Passage]
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.labelled)
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[str, Passage]:
-        epoch, i = key
+    def query(self, epoch: int, i: int) -> str:
         passage = self.labelled[i]
         entity = np.random.default_rng([self.seed, 1 + epoch, i]).choice(len(passage.entities))
-        return query_text(passage.entities[entity], passage.aspect), passage
+        return query_text(passage.entities[entity], passage.aspect)
 
-
-def _collate(pairs: list[tuple[str, Passage]]) -> dict[str, list]:
-    return {"queries": [query for query, _ in pairs], "passages": [passage for _, passage in pairs]}
+    def __call__(self, keys: list[tuple[int, int]]) -> dict[str, list]:
+        """A batch, of (epoch, index) keys."""
+        return {"queries": [self.query(*key) for key in keys], "passages": [self.labelled[i] for _, i in keys]}
 
 
 def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, output: Path, **options) -> pd.DataFrame:
     """trainer.train with equation 1 on labelled passages (CAPR §4.3); `options`: its own. Returns step and loss."""
     schedule = sampling.batch_schedule([p.document_id for p in labelled], config)
-    pairs = QueryPassagePairs(labelled, config.seed)
-
     rounds = encoders.has_fast_bf16() and not torch.cuda.is_available()
 
     def loss(model: nn.Module, inputs: dict) -> torch.Tensor:
@@ -235,7 +228,8 @@ def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, ou
         scores = functional_call(model, rounded, (inputs["queries"], inputs["passages"]))
         return models.listwise_loss(scores.float())
 
-    return trainer.train(model, pairs, schedule, _collate, loss, config, output, **options)[["step", "loss"]]
+    pairs = QueryPassagePairs(labelled, config.seed)
+    return trainer.train(model, schedule, pairs, loss, config, output, **options)[["step", "loss"]]
 
 
 def trained_model(

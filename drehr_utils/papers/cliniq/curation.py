@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from drehr_utils.data.notes import admission_id, find_table, iter_rows, read_table
+from drehr_utils.data.notes import admission_id, find_table, iter_rows, need_table, read_table
 from drehr_utils.errors import DataError
 from drehr_utils.files import is_utf8, naming, refuse
 from drehr_utils.llm.prompts import PROMPTS, Request, without_thinking
@@ -95,13 +95,7 @@ def read_coded_admissions(folder: Path, hadm_ids: Iterable[str]) -> CodedAdmissi
 
 
 def _table(folder: Path, name: str) -> Path:
-    path = find_table(folder, name, name.upper())
-    if path is None:
-        raise DataError(
-            f"{folder.name}/: neither {name}.csv(.gz) (MIMIC-IV) nor {name.upper()}.csv(.gz) (MIMIC-III) is there; "
-            "it comes with the hospital tables, on PhysioNet"
-        )
-    return path
+    return need_table(folder, "it comes with the hospital tables, on PhysioNet", name, name.upper())
 
 
 def _codes(path: Path, column: str) -> Iterable[tuple[int, str, Code]]:

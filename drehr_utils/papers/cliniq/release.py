@@ -36,7 +36,7 @@ from pathlib import Path
 
 from drehr_utils.config import Resampling
 from drehr_utils.data.benchmark import MATCH_TYPES, QUERY_TYPES, Benchmark, Patient, subset
-from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, admission_id, find_table, iter_rows
+from drehr_utils.data.notes import CHUNK_WORDS, OVERLAP_WORDS, admission_id, iter_rows, need_table
 from drehr_utils.data.overlap import OTHER_NOTES
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import tables
@@ -145,10 +145,7 @@ def release_chunks(text: str, size: int = CHUNK_WORDS, overlap: int = OVERLAP_WO
 
 
 def _note_events(folder: Path) -> Path:
-    path = find_table(folder, "NOTEEVENTS", "noteevents")
-    if path is None:
-        raise DataError(f"{Path(folder).name}/: NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from {PHYSIONET}")
-    return path
+    return need_table(folder, f"MIMIC-III's comes from {PHYSIONET}", "NOTEEVENTS", "noteevents")
 
 
 def _summaries(path: Path) -> Iterator[tuple[int, dict[str, str]]]:

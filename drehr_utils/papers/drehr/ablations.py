@@ -26,14 +26,8 @@ DEPARTED_CLS = f"{DEPARTED}, [CLS]"
 
 def shortened(profile: Profile, recipe: Recipe) -> Recipe:
     """The recipe with `profile.ablation_share` of its steps, and nothing else changed: the budget of every row."""
-    n = len(pipeline.chunks(profile))
-
-    def cut(config: StageConfig) -> StageConfig:
-        steps = max(1, n // config.batch_size) * config.epochs
-        steps = min(steps, config.max_steps) if config.max_steps else steps
-        return replace(config, max_steps=max(1, round(profile.ablation_share * steps)))
-
-    return recipe if profile.ablation_share == 1 else recipe.each(cut)
+    n, share = len(pipeline.chunks(profile)), profile.ablation_share
+    return recipe if share == 1 else recipe.each(lambda c: replace(c, max_steps=max(1, round(share * c.steps(n)))))
 
 
 def _of_two_stages(profile: Profile) -> Recipe:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from drehr_utils import pipeline
-from drehr_utils.config import Recipe, StageConfig
+from drehr_utils.config import Recipe
 from drehr_utils.data import public_data
 from drehr_utils.data.benchmark import Benchmark
 from drehr_utils.papers.drehr import ablations, recipe_search, rivals
@@ -164,12 +164,8 @@ def of_other_graphs(profile: Profile) -> dict[str, Recipe]:
 
 def _as_long(profile: Profile, recipe: Recipe) -> Recipe:
     """The recipe with the steps that its epochs are on the profile's own notes, whatever texts are added."""
-
-    def as_long(stage: StageConfig) -> StageConfig:
-        return replace(stage, max_steps=stage.max_steps or round(n // stage.batch_size * stage.epochs))
-
     n = len(pipeline.chunks(profile))
-    return recipe.each(as_long)
+    return recipe.each(lambda stage: replace(stage, max_steps=stage.steps(n)))
 
 
 def profile_of(profile: Profile, row: str) -> Profile:

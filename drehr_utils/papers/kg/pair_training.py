@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from drehr_utils.config import PairConfig
 from drehr_utils.errors import DataError
@@ -70,20 +69,6 @@ def pair_schedule(sizes: Sequence[int], config: PairConfig) -> list[list[tuple[i
     return schedule
 
 
-@dataclass
-class TaskPairs(Dataset):
-    """(task, pair) -> (task, mention, concept)."""
-
-    tasks: Sequence[Task]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.tasks))
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[int, str, str]:
-        task, i = key
-        return task, *self.tasks[task].pair(i)
-
-
 def known_false_negatives(mentions: np.ndarray, concepts: np.ndarray) -> np.ndarray:
     """Pairs of a batch that speak of one thing, bool [B, B], the diagonal among them, of both sides' keys [B].
 
@@ -97,17 +82,19 @@ def known_false_negatives(mentions: np.ndarray, concepts: np.ndarray) -> np.ndar
 
 @dataclass
 class PairCollator:
-    """Tokenises a step's pairs, each task's apart: negatives are of the same task.
+    """Tokenises a step's (task, pair) keys, each task's apart: negatives are of the same task.
 
     A task's mentions and concepts go through the encoder together (it is one encoder): fewer passes, less padding."""
 
     encoder: SentenceTransformer
+    tasks: Sequence[Task]
     buckets: int = 4
 
-    def __call__(self, rows: list[tuple[int, str, str]]) -> dict:
+    def __call__(self, keys: list[tuple[int, int]]) -> dict:
         parts = []
-        for task in sorted({row[0] for row in rows}):
-            sides = [[row[side] for row in rows if row[0] == task] for side in (1, 2)]
+        for task in sorted({task for task, _ in keys}):
+            pairs = [self.tasks[task].pair(i) for of, i in keys if of == task]
+            sides = [[pair[side] for pair in pairs] for side in (0, 1)]
             keys = [np.array([text_key(text) for text in side]) for side in sides]
             same = known_false_negatives(*keys)
             texts = token_buckets(self.encoder, sides[0] + sides[1], TERM_TOKENS, self.buckets)
@@ -131,4 +118,4 @@ def train_pairs(
     """trainer.train on one task, or on several with their losses summed (§6.1); `options`: its own."""
     schedule = pair_schedule([len(task) for task in tasks], config)
     loss = partial(pair_loss, config=config)
-    return train(encoder, TaskPairs(tasks), schedule, PairCollator(encoder), loss, config, output, **options)
+    return train(encoder, schedule, PairCollator(encoder, tasks), loss, config, output, **options)

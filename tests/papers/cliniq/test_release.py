@@ -143,7 +143,7 @@ def test_missing_mimic_tables_and_notes_say_where_they_come_from(folders, tmp_pa
     release, mimic, out = folders
     (tmp_path / "empty").mkdir()
     assert run(release, tmp_path / "empty", out) == 1
-    assert "NOTEEVENTS.csv(.gz) of MIMIC-III is missing; it comes from PhysioNet" in capsys.readouterr().out
+    assert "nor noteevents.csv(.gz) is there; MIMIC-III's comes from PhysioNet" in capsys.readouterr().out
     (release / "benchmark/test_hadm_ids.txt").write_text("101\n102\n104\n")
     assert run(release, mimic, out) == 1
     assert "1 of the release's 3 admissions have no discharge summary, 104 among them" in capsys.readouterr().out

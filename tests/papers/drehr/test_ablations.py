@@ -12,14 +12,12 @@ import torch
 
 from drehr_utils import pipeline
 from drehr_utils.config import Resampling, StageConfig
-from drehr_utils.data.notes import Chunk
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import intervals, tables
 from drehr_utils.papers.drehr import ablations, recipe_search, systems
 from drehr_utils.profiles import load_profile
-from drehr_utils.training import encoders, losses, sampling, trainer
-from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES, PositiveSets
-from drehr_utils.training.sampling import GraphView, TrainingSet
+from drehr_utils.training import encoders, losses, trainer
+from drehr_utils.training.positives import STAGE1_SOURCES, STAGE2_SOURCES
 
 
 def differences(a: dict, b: dict) -> set[str]:
@@ -103,46 +101,6 @@ def test_recomputing_changes_no_gradient():
         return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
 
     assert torch.allclose(gradient(True), gradient(False), atol=1e-6)
-
-
-def test_a_hard_negative_is_its_own_chunks_only():
-    S = torch.tensor([[0.6, 0.3, 0.9], [0.2, 0.7, 0.95]])  # the third entity: a hard negative of the first chunk
-    columns, known = torch.tensor([[0], [1]]), torch.tensor([[True, False, False], [False, True, False]])
-    hard = torch.tensor([[False, False, True], [False, False, False]])
-    config = StageConfig(per_anchor=True)
-    ours = trainer.contrastive_loss(S, columns, known, config, hard=hard)
-    by_hand = losses.multi_similarity_loss(
-        S, torch.tensor([[True, False, False], [False, True, False]]),
-        torch.tensor([[False, True, True], [True, False, False]]),
-    )  # fmt: skip
-    assert ours.item() == pytest.approx(by_hand.item())
-    both = trainer.contrastive_loss(S, columns, known, replace(config, both_ways=True), hard=hard)
-    back = losses.multi_similarity_loss(S.T[:2], known.T[:2], ~known.T[:2])
-    assert both.item() == pytest.approx((by_hand + back).item() / 2)
-
-
-def test_hard_negatives_are_drawn_from_the_graph_and_are_no_positives():
-    view = GraphView(
-        concepts_in=lambda text: frozenset({"diabetes"}) if "diabetes" in text else frozenset(),
-        confusable=lambda ids: ("gout", "insulin", "type 2 diabetes") if ids else (),
-    )
-    chunks = [Chunk("a_0", "a", "diabetes, on insulin"), Chunk("b_0", "b", "edema")]
-    sets = PositiveSets.build([("a_0", [("drug", "insulin")]), ("b_0", [("disease", "edema")])], STAGE2_SOURCES)
-    config = StageConfig(positives_per_chunk=1, hard_negatives=5)
-    pairs = sampling.PositivePairs(TrainingSet.build(chunks, sets, graph=view), config)
-    assert set(pairs[0, 0].hard) == {"gout", "type 2 diabetes"} and not pairs[0, 1].hard
-    assert not sampling.PositivePairs(TrainingSet.build(chunks, sets, graph=view), StageConfig())[0, 0].hard
-    batch = sampling.Collator(pipeline.starting_encoder(load_profile("smoke")))([pairs[0, 0], pairs[0, 1]])
-    assert batch["hard"].sum(dim=1).tolist() == [2, 0] and batch["columns"].max() < batch["hard"].shape[1]
-
-
-def test_the_graph_names_siblings_and_narrower_concepts_of_what_a_chunk_mentions():
-    profile = load_profile("smoke")
-    graph, view = pipeline.knowledge_graph(profile), pipeline.graph_view(profile)
-    cui = next(c for c in graph.is_a if graph.hypernyms(c) and graph.hyponyms(c))
-    found = set(view.confusable(frozenset({cui})))
-    assert {graph.cui2pt[c] for c in graph.hyponyms(cui)} <= found
-    assert graph.cui2pt[cui] not in found and not {graph.cui2pt[c] for c in graph.hypernyms(cui)} & found
 
 
 def test_a_contrast_is_the_difference_of_two_groups_means_and_a_gain_the_mean_over_trainings():

@@ -77,7 +77,7 @@ def test_medmentions_test_part_by_hand(mimic, tmp_path):
 
 @pytest.fixture
 def snomed(tmp_path):
-    return load_snomed(snomed_release(tmp_path / "snomed"))[0]
+    return load_snomed(snomed_release(tmp_path / "snomed"))
 
 
 def test_cometa_has_its_four_splits(snomed, tmp_path):
