@@ -12,10 +12,7 @@ the same layout: `MultiPatient(benchmark, "test", "CliniQ")`. MTEB keeps scores 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 
 import pandas as pd
 from datasets import Dataset
@@ -23,6 +20,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.results import ModelResult
 
+from drehr_utils import artifacts
 from drehr_utils.data.benchmark import MATCH_TYPES, Benchmark, SearchTask, single_patient_tasks
 
 # This project's metrics by MTEB's names. Its cutoff of 1000 is none within a note.
@@ -40,13 +38,12 @@ class _CliniQ(AbsTaskRetrieval):
     searches: Callable[[str], Iterable[SearchTask]]  # of a group, each with its pool of chunks; a setting's method
 
     def __init__(self, benchmark: Benchmark, split: str = "test", name: str = "OpenCliniQ", **options) -> None:
-        content = json.dumps(asdict(benchmark), sort_keys=True).encode()  # MTEB's cache goes by the revision
         self.benchmark, self.split = benchmark, split
         self.metadata = TaskMetadata(
             name=f"{name}{type(self).__name__}",
             description="Which chunks of discharge summaries say that the patient has it? After CliniQ's protocol",
             reference="https://arxiv.org/abs/2502.06252",
-            dataset={"path": "local", "revision": hashlib.sha256(content).hexdigest()[:16]},
+            dataset={"path": "local", "revision": artifacts.digest(benchmark)},  # MTEB's cache goes by it
             type="Retrieval",
             category="t2t",
             eval_splits=[split],

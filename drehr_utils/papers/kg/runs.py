@@ -40,15 +40,17 @@ def all_rows(profile: Profile) -> list[str]:
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
     """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
-    plain_rows, share_rows and length_rows on new mentions of its task (PLAIN: of all; TURNED: both ways) and all codes
-    besides."""
+    share_rows and length_rows on new mentions of its task (TURNED: both ways) and all codes besides, one of plain_rows
+    on new mentions of its task (PLAIN: of all), but for its first training, which was not asked."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
-    plain = systems.plain_rows(profile)
-    if system in (*plain, *systems.share_rows(profile), *systems.length_rows(profile)):
-        learnt = plain[1:] if system == systems.PLAIN else [system]
-        own = [systems.own_test(profile, systems.task_of(row.removesuffix(f" on {systems.PLAIN}"))) for row in learnt]
+    if system in (plain := systems.plain_rows(profile)):
+        learnt = plain[1:] if system == systems.PLAIN else [system] if seed else []
+        own = [systems.own_test(profile, row.removesuffix(f" on {systems.PLAIN}")) for row in learnt]
+        return {t.name: t for t in (*found, *own)}
+    if system in (*systems.share_rows(profile), *systems.length_rows(profile)):
+        own = [systems.own_test(profile, systems.task_of(system)), systems.all_codes(profile)]
         other_way = [systems.own_test(profile, system)] if system.endswith(systems.TURNED) else []
-        return {t.name: t for t in (*found, *own, systems.all_codes(profile), *other_way)}
+        return {t.name: t for t in (*found, *own, *other_way)}
     if system not in systems.tasks(profile):
         return figure2
     own = [systems.own_test(profile, system)]
