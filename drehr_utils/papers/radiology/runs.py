@@ -36,7 +36,7 @@ BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
 PLAIN, LM, ON_PLAIN = systems.PLAIN, f"{systems.PLAIN} (LM-tuned)", f"SBERT on {systems.PLAIN}"
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
 TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
-SEEDS = (1, 2)  # beside 0, of Table 1's rows on A and the models that Tables 2 to 4 test
+SEEDS = (1, 2)  # beside 0, of Table 1's rows and the models of A and B that Tables 2 to 4 test
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Training:
 def trainings(
     profile: Profile, seeds: tuple[int, ...] = (), tried: Callable[[], pd.DataFrame] | None = None
 ) -> Iterator[Training]:
-    """All of Tables 1 to 4, what matters most first, and again with `seeds` Table 1's rows on A and what Tables 2 to 4
-    test.
+    """All of Tables 1 to 4, what matters most first, and again with `seeds` Table 1's rows and what Tables 2 to 4 test
+    of the open collections.
 
     `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search)."""
     sizes, here = profile.radiology, systems.collections(profile)
@@ -78,7 +78,8 @@ def trainings(
     yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in rows["A"])
     check = [config for row in others for config in row if config not in rows["A"]]
     yield from (Training(config.label, FOLDS + "A", config) for config in check)
-    yield from (Training(row.label, FOLDS + IU, row) for row in rows.get(IU, ()))
+    of_iu = [(seed, row) for seed in (0, *seeds) for row in rows.get(IU, ())]
+    yield from (Training(row.label, FOLDS + IU, replace(row, seed=seed)) for seed, row in of_iu)
 
 
 def from_plain(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None) -> Iterator[Training]:
