@@ -95,8 +95,7 @@ class PairCollator:
         for task in sorted({task for task, _ in keys}):
             pairs = [self.tasks[task].pair(i) for of, i in keys if of == task]
             sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-            keys = [np.array([text_key(text) for text in side]) for side in sides]
-            same = known_false_negatives(*keys)
+            same = known_false_negatives(*(np.array([text_key(text) for text in side]) for side in sides))
             texts = token_buckets(self.encoder, sides[0] + sides[1], TERM_TOKENS, self.buckets)
             parts.append({"texts": texts, "same": torch.from_numpy(same)})
         return {"parts": parts}
