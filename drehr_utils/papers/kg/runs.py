@@ -40,13 +40,11 @@ def all_rows(profile: Profile) -> list[str]:
 
 def tested(profile: Profile, system: str, seed: int) -> dict[str, TestSet]:
     """What a system is measured on: the test sets, Figure 2's, and of its own task new mentions and learnt ones; one of
-    share_rows and length_rows on new mentions of its task (TURNED: both ways) and all codes besides, one of plain_rows
-    on new mentions of its task (PLAIN: of all), but for its first training, which was not asked."""
+    plain_rows on the test sets alone, of share_rows and length_rows on new mentions of its task (TURNED: both ways) and
+    all codes besides."""
     (_, figure2), found = systems.supervised_task(profile), systems.test_sets(profile)
-    if system in (plain := systems.plain_rows(profile)):
-        learnt = plain[1:] if system == systems.PLAIN else [system] if seed else []
-        own = [systems.own_test(profile, row.removesuffix(f" on {systems.PLAIN}")) for row in learnt]
-        return {t.name: t for t in (*found, *own)}
+    if system in systems.plain_rows(profile):
+        return {t.name: t for t in found}
     if system in (*systems.share_rows(profile), *systems.length_rows(profile)):
         own = [systems.own_test(profile, systems.task_of(system)), systems.all_codes(profile)]
         other_way = [systems.own_test(profile, system)] if system.endswith(systems.TURNED) else []

@@ -262,12 +262,12 @@ def share_rows(profile: Profile) -> list[str]:
 
 
 def length_rows(profile: Profile) -> list[str]:
-    """Where NAMES is: the task of the test set's own codes, and all tasks at once, trained longer; the others as short
-    as a run trains those two itself."""
+    """Where NAMES is: the task of the test set's own codes, and all tasks at once, trained longer; before them the
+    others, as short as a run trains those two itself."""
     if NAMES not in (found := tasks(profile)):
         return []
     longer = [f"{ICD10} Syn", COMB]
-    return [*(name + LONG for name in longer), *(name + FEW for name in found if name not in (*longer, NAMES))]
+    return [*(name + FEW for name in found if name not in (*longer, NAMES)), *(name + LONG for name in longer)]
 
 
 def task_of(system: str) -> str:

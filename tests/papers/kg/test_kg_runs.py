@@ -64,9 +64,6 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
     assert systems.start_of(load_profile("full"), rows[0])[0].kg.training.max_steps == 500
     first, second = systems.test_sets(smoke)[0], runs.tested(smoke, rows[1], 0)
     assert systems.zero_shot_setting(smoke, rows[1], first) == systems.MENTIONS_ONLY and first.name in second
-    own = {name: systems.own_test(smoke, name).name for name in systems.tasks(smoke) if name != systems.NAMES}
-    assert set(runs.tested(smoke, "HPO Syn on SmolLM2", 1)) - set(second) == {own["HPO Syn"]}
-    assert set(runs.tested(smoke, systems.PLAIN, 0)) - set(second) == set(own.values())
     assert len({runs.digest(smoke, row, 0) for row in ("HPO Syn", *rows)}) == 1 + len(rows)
     monkeypatch.setattr(weights, "FOLDER", tmp_path)
     runs.main(["--profile", "smoke", "--only", "HPO Syn on SmolLM2"])
@@ -103,6 +100,7 @@ def test_the_turned_row_differs_from_its_system_by_the_side_that_is_sought_alone
 def test_a_long_row_and_a_short_one_differ_from_their_system_by_the_steps_alone(smoke):
     rows, full = systems.length_rows(smoke), maker(load_profile("open"))
     long = [row for row in rows if systems.has_curve(smoke, row)]
+    assert systems.FEW_STEPS == load_profile("open").kg.training.max_steps
     for row in rows:
         ours, task = systems.training(smoke, row), systems.task_of(row)
         of_task, of_full = systems.training(smoke, task), systems.training(full, row)
