@@ -111,7 +111,7 @@ def test_a_long_row_and_a_short_one_differ_from_their_system_by_the_steps_alone(
         assert set(runs.tested(smoke, row, 0)) - {systems.all_codes(smoke).name} < set(runs.tested(smoke, task, 0))
     assert [systems.task_of(row) for row in long] == ["ICD-10 Syn", "Comb"]
     assert sorted(map(systems.task_of, rows)) == sorted(set(systems.tasks(smoke)) - {systems.NAMES})
-    assert systems.pairs_shown(smoke, rows[0]) == 4 * systems.pairs_shown(smoke, "ICD-10 Syn")
+    assert systems.pairs_shown(smoke, long[0]) == 4 * systems.pairs_shown(smoke, "ICD-10 Syn")
 
 
 def test_without_records_a_run_trains_all_and_a_full_one_reads_none(smoke):
