@@ -5,6 +5,7 @@ if [[ ${DREHR_PYTHON:-} == */* && $DREHR_PYTHON != /* ]]; then DREHR_PYTHON=$PWD
 args=()
 for arg in "$@"; do # a profile's file is named from where one stands
   if [[ $arg == *.toml && $arg != /* && -f $arg ]]; then arg=$PWD/$arg; fi
+  if [[ $arg == --profile=*.toml && -f $PWD/${arg#*=} ]]; then arg=--profile=$PWD/${arg#*=}; fi
   args+=("$arg")
 done
 set -- ${args[@]+"${args[@]}"}

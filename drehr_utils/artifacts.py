@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from drehr_utils import files
 from drehr_utils.errors import DataError
 
 T = TypeVar("T")
@@ -171,7 +172,7 @@ def _plain(part: Any) -> Any:
         return _code(part)
     if isinstance(part, Path):
         if part.is_dir():
-            inside = (p for p in sorted(part.rglob("*")) if p.is_file() and p.suffix != ".md")
+            inside = (p for p in files.walk(part) if p.is_file() and p.suffix != ".md")
             return {p.relative_to(part).as_posix(): _plain(p) for p in inside}
         if not part.exists():
             raise DataError(f"{part.name}: no such file or folder in {part.parent.name or 'the root'}/")

@@ -38,11 +38,16 @@ KEPT_APART = "benchmark's patient"  # the split of a note that would train, were
 NOTES_A_SHARD, CHUNKS_A_SHARD = 2_000, 20_000
 
 
-@cache
 def notes(profile: Profile) -> tuple[Sequence[Note], ReadReport, dict[str, str]]:
     """The notes, what reading them skipped, and each note's split; cut to the profile's number of training notes.
 
-    They are read once, and come from a memory-mapped file after."""
+    They are read once, and come from a memory-mapped file after; tables that change are read again, in a process that
+    lives on, too."""
+    return _notes(profile, artifacts.digest(notes_module.note_tables(profile.notes), *_benchmark(profile)))
+
+
+@cache
+def _notes(profile: Profile, made_of: str) -> tuple[Sequence[Note], ReadReport, dict[str, str]]:
     key = artifacts.digest(notes_module.iter_notes, notes_module.note_tables(profile.notes))
 
     def make(folder: Path) -> None:
@@ -66,15 +71,23 @@ def notes(profile: Profile) -> tuple[Sequence[Note], ReadReport, dict[str, str]]
     return read, report, splits
 
 
-def _of_benchmark(profile: Profile, read: Sequence[Note]) -> list[str]:
-    """The notes of patients that the benchmark has; one that notebook 06 makes of these notes has none that train."""
-    if profile.benchmark is None:
+def _benchmark(profile: Profile) -> list[Path]:
+    """The benchmark's folder, if there is one. Notebook 06's is of these notes, but maybe of earlier splits."""
+    try:
+        return [benchmark_folder(profile)]
+    except DataError:
         return []
-    key = artifacts.digest(overlap, notes_module, notes_module.note_tables(profile.notes), benchmark_folder(profile))
+
+
+def _of_benchmark(profile: Profile, read: Sequence[Note]) -> list[str]:
+    """The notes of patients that the benchmark has."""
+    if not (folder := _benchmark(profile)):
+        return []
+    key = artifacts.digest(overlap, notes_module, notes_module.note_tables(profile.notes), *folder)
     path = profile.cache / f"splits/of_benchmark-{key}.parquet"
 
     def make() -> pd.DataFrame:
-        found = overlap.of_benchmark(read, benchmark_folder(profile))
+        found = overlap.of_benchmark(read, *folder)
         return pd.DataFrame(found.items(), columns=["note_id", "found by"], dtype=str)
 
     return artifacts.cached_file(path, make)["note_id"].tolist()

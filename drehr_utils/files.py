@@ -302,6 +302,21 @@ def committed_on(path: Path) -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "an earlier run"
 
 
+def walk(folder: Path, refuse: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """What is below a folder but for folders, links followed, each place once, by its first name in the order of names.
+
+    refuse: is told what can't be read, which else is passed over."""
+    seen = set()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort(key=lambda name, at=place: (os.path.islink(os.path.join(at, name)), name))
+        yield from (Path(place, name) for name in sorted(names))
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The file whole or not at all, on a full disk, too; gzipped if its name says so, the same bytes for the same
     content."""

@@ -201,7 +201,8 @@ def train_recipe(
         if config is not None:
             graph = graph_digest(profile) if config.uses_graph else None
             made_of, sets = stage_positives(profile, stage)
-            key = artifacts.digest(key, stage, config, made_of, graph)
+            others = general_texts.made_of() if config.keep else None
+            key = artifacts.digest(key, stage, config, made_of, graph, others)
             start = folder or _untrained(profile, recipe)
             folder = _train(profile, stage, sets, config, start, models / f"{stage}-{key}", callbacks)
             curves[stage] = pd.read_csv(folder / "loss.csv")

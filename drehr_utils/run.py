@@ -38,6 +38,7 @@ _KEPT = ("llm", "run.lock")  # by --fresh: paid for, and held
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 # What a notebook waits for where it is in the same run: 05's models, 08's Table 4.
 _AFTER = dict.fromkeys(("08", "09", "10", "11", "14", "18"), "05") | {"15": "08"}
+_ITS_BENCHMARK = dict.fromkeys(("00", "05", "07"), "06")  # where 06 makes the benchmark that the others read
 _OPENED = "opened.tsv"
 _LAST = "16"  # reads what all others found
 
@@ -361,6 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(place: Place, notebooks: Sequence[Path]) -> int:
     began, n = time.monotonic(), len(notebooks)
+    if place.profile.benchmark is None:
+        notebooks = sorted(notebooks, key=lambda notebook: (not notebook.name.startswith("06"), notebook.name))
     failed = _in_order(place, notebooks) if min(place.lanes, n) == 1 else _in_lanes(place, notebooks)
     if not failed:
         print(f"total {time.monotonic() - began:.1f} s")
@@ -388,11 +391,12 @@ def _in_lanes(place: Place, notebooks: Sequence[Path]) -> bool:
     """Runs `place.lanes` notebooks at a time, a process each; begins no other after one that fails. What two of them
     need is made once: the cache's locks let one wait for the other."""
     waiting, running, failed = list(notebooks), {}, False
+    after = _AFTER | (_ITS_BENCHMARK if place.profile.benchmark is None else {})
     with ProcessPoolExecutor(place.lanes, mp_context=get_context("spawn")) as pool:
         try:
             while running or (waiting and not failed):
                 unfinished = {notebook.name[:2] for notebook in (*waiting, *running.values())}
-                ready = [n for n in waiting if _AFTER.get(n.name[:2]) not in unfinished]
+                ready = [n for n in waiting if after.get(n.name[:2]) not in unfinished]
                 ready = [n for n in ready if n.name[:2] != _LAST or unfinished == {_LAST}]
                 for notebook in ready[: 0 if failed else place.lanes - len(running)]:
                     running[pool.submit(_in_lane, place, notebook)] = notebook

@@ -33,6 +33,17 @@ def test_a_digest_changes_with_what_made_the_artifact(tmp_path):
         artifacts.digest(tmp_path / "nowhere")
 
 
+def test_a_digest_sees_through_linked_folders(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/a.txt").write_text("1")
+    (tmp_path / "of_links").mkdir()
+    (tmp_path / "of_links/test").symlink_to(tmp_path / "real")
+    first = artifacts.digest(tmp_path / "of_links")
+    (tmp_path / "real/b.txt").write_text("2")
+    (tmp_path / "real/back").symlink_to(tmp_path / "real")
+    assert artifacts.digest(tmp_path / "of_links") != first
+
+
 def test_a_new_field_with_a_default_changes_no_digest():
     @dataclass(frozen=True)
     class Before:
@@ -76,13 +87,13 @@ PACKAGE = {
 
 @pytest.fixture
 def toy(tmp_path):
-    """A copy of artifacts.py in a package of its own, whose modules can be edited; returns a function that runs code in
-    a fresh interpreter and gives what it prints, by line."""
+    """A copy of artifacts.py, and of what it imports, in a package of its own, whose modules can be edited; returns a
+    function that runs code in a fresh interpreter and gives what it prints, by line."""
     folder = tmp_path / "toy"
     folder.mkdir()
-    own = (artifacts.PACKAGE / "artifacts.py").read_text().replace("drehr_utils", "toy")
-    for name, text in {**PACKAGE, "artifacts.py": own, "errors.py": "class DataError(ValueError): ...\n"}.items():
-        (folder / name).write_text(textwrap.dedent(text))
+    own = {name: (artifacts.PACKAGE / name).read_text() for name in ("artifacts.py", "files.py", "errors.py")}
+    for name, text in (PACKAGE | own).items():
+        (folder / name).write_text(textwrap.dedent(text).replace("drehr_utils", "toy"))
 
     def run(code):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

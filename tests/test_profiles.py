@@ -59,10 +59,12 @@ def test_an_unset_benchmark_is_never_the_fictional_one(tmp_path, monkeypatch):
     for profile in (load_profile("mimic"), load_profile(tmp_path / "mine.toml")):
         assert profile.benchmark is None
     monkeypatch.setattr(profiles, "ROOT", tmp_path)
-    (profile.cache / "cliniq/test").mkdir(parents=True)
+    for split in ("test", "dev"):
+        (profile.cache / f"cliniq/{split}/qrels").mkdir(parents=True)
+    (profile.cache / "cliniq/test/qrels/test.tsv").touch()
     with pytest.raises(DataError, match="(?s)set DREHR_BENCHMARK to CliniQ's release .*--only 06"):
         benchmark_folder(profile)
-    (profile.cache / "cliniq/dev").mkdir()  # as notebook 06 leaves it
+    (profile.cache / "cliniq/dev/qrels/dev.tsv").touch()  # which notebook 06 writes last
     assert benchmark_folder(profile) == profile.cache / "cliniq"
 
 

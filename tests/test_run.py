@@ -149,6 +149,17 @@ def test_a_failing_notebook_stays_as_it_was(project, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_what_reads_the_benchmark_that_06_makes_waits_for_it(project, jobs):
+    mine = project / "mine.toml"
+    mine.write_text('base = "open"\nbenchmark = "none"\n')
+    for name in ("05_reads", "07_reads"):
+        write_notebook(project, name, f"order = {str(project / 'order')!r}\nprint(open(order).read())")
+    write_notebook(project, "06_makes", "import time\ntime.sleep(1)", f"open({str(project / 'order')!r}, 'w')")
+    assert run.main(["--profile", str(mine), "--jobs", jobs]) == 0
+
+
+@pytest.mark.slow
 def test_two_lanes_run_two_notebooks_at_a_time_and_those_that_read_models_after_they_are_made(project, capfd):
     """00 and 05 wait for each other's file; 08 for 05, 15 for 08; 16 for all; 06 fails, so that 12 isn't begun."""
     meet = "open({own!r}, 'w')\nimport os, time\nwhile not os.path.exists({other!r}):\n    time.sleep(0.05)"

@@ -64,7 +64,7 @@ def benchmark_folder(profile: Profile) -> Path:
     own = profile.cache / OWN_BENCHMARK
     if profile.benchmark is not None:
         return profile.benchmark
-    if all((own / split).is_dir() for split in ("dev", "test")):
+    if all((own / split / "qrels" / f"{split}.tsv").exists() for split in ("dev", "test")):  # which are written last
         return own
     raise DataError(
         "no benchmark: set DREHR_BENCHMARK to CliniQ's release joined with your MIMIC-III (python -m "

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
 
 from drehr_utils.data import public_data
 from drehr_utils.errors import DataError
-from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, same_characters, short_name
+from drehr_utils.files import is_utf8, iter_rows, naming, read_text_lines, same_characters, short_name, walk
 from drehr_utils.profiles import ROOT
 
 CHUNK_WORDS = 100
@@ -107,7 +106,7 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
     """Discharge summaries of a folder in MIMIC-IV's layout (`discharge`) or MIMIC-III's (`NOTEEVENTS`), one by one.
 
     Skipped, counted and reported: a note without text, bytes that are not UTF-8, a repeated row. Raises DataError for
-    a missing table or column, a row without note id or patient, and two different texts under one note id."""
+    a missing table or column, a row without note id or patient, and two texts or patients under one note id."""
     hint = "point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
     path = need_table(folder, hint, "discharge", "NOTEEVENTS")
     mimic4 = path.name.startswith("discharge")
@@ -125,13 +124,13 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
             values[name] = values[name].strip()
         values["hadm_id"] = admission_id(values["hadm_id"]).encode("utf-8", "replace").decode()  # then no admission's
         note = Note(*(values[column] for column in NOTE_COLUMNS))
-        text_digest = hashlib.sha256(note.text.encode("utf-8", "surrogatepass")).digest()
+        text_digest = hashlib.sha256(f"{note.subject_id}\n{note.text}".encode("utf-8", "surrogatepass")).digest()
         if note.note_id in seen:
             first_row, first_digest = seen[note.note_id]
             if text_digest != first_digest:
                 raise DataError(
-                    f"{where}, row {row}, field note_id: the same as in row {first_row}, with another text; note ids "
-                    "must be unique"
+                    f"{where}, row {row}, field note_id: the same as in row {first_row}, with another text or patient; "
+                    "note ids must be unique"
                 )
             report.skipped.append((row, "note_id", "repeats an earlier row"))
         elif reason := _no_text(note.text):
@@ -142,7 +141,7 @@ def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
         else:
             seen[note.note_id] = (row, text_digest)
             report.kept += 1
-            yield note
+            yield replace(note, text=same_characters(note.text))
     if not report.kept:
         raise DataError(f"{where}: no note with text in {report.rows} rows")
 
@@ -197,19 +196,20 @@ def _is_model(folder: Path, notes: Path) -> bool:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    """The .txt files below a folder, links followed. Raises DataError for a folder that can't be read."""
+    """The .txt files below a folder, links followed; none that is hidden, as what an editor keeps of earlier versions.
+    Raises DataError for a folder that can't be read, or a link that leads nowhere, as to a disk that isn't here."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{short_name(Path(error.filename))}/: {error.strerror}; make it readable, or move it out")
 
-    found, seen = [], set()
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:  # a link that leads back
-            folders.clear()
+    found = []
+    for path in walk(folder, refuse):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
-        seen.add(real)
-        found += [path for name in names if (path := Path(place, name)).suffix.lower() == ".txt" and path.is_file()]
+        if path.is_symlink() and not path.exists():
+            raise DataError(f"{short_name(path)}: a link that leads nowhere; mount what it leads to, or remove it")
+        if path.suffix.lower() == ".txt" and path.is_file():
+            found.append(path)
     return found
 
 

@@ -1,5 +1,5 @@
 """Tables of a corpus on disk: written a shard at a time as Parquet, which any tool reads, and joined in Arrow's own
-format, which is read memory-mapped. What a process holds of a corpus does not grow with it."""
+format, which is read memory-mapped. What a process holds of a corpus grows far less than it."""
 
 from __future__ import annotations
 

@@ -37,6 +37,8 @@ def load_snomed(folder: Path) -> KnowledgeGraph:
         found = sorted(Path(folder).rglob(f"sct2_{table}_Snapshot{middle}_*.txt*"))
         if not found:
             raise DataError(f"sct2_{table}_Snapshot{middle}_*.txt: no such file; {HINT}")
+        if len(names := sorted({path.name.removesuffix(".gz") for path in found})) > 1:
+            raise DataError(f"{', '.join(names)}: two releases below one folder; name one's own folder")
         path, columns = found[0].with_name(found[0].name.removesuffix(".gz")), RF2_COLUMNS[table]
         if next(read_text_lines(path, HINT), (1, ""))[1].split("\t") != columns:
             raise DataError(f"{path.name}, row 1: the columns must be {', '.join(columns)}; {HINT}")

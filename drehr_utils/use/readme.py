@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pandas as pd
 
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import claims
 from drehr_utils.evaluation.tables import FOLDER, read_table
+from drehr_utils.files import write_atomically
 from drehr_utils.papers.drehr.systems import MAIN
 from drehr_utils.profiles import ROOT, load_profile
 
@@ -68,5 +71,6 @@ def updated(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     readme = ROOT / "README.md"
-    readme.write_text(updated(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    write_atomically(readme, updated(readme.read_text(encoding="utf-8")).encode())

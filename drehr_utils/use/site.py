@@ -8,6 +8,7 @@ Sphinx's and a dead link are errors.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -152,6 +153,7 @@ def dead_links(site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     try:
         print(f"{build().relative_to(ROOT)}/index.html")
     except DataError as error:

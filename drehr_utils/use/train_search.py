@@ -86,9 +86,11 @@ def train_on(
         reads = bool(normalization.names_read(before.encoder.tokenizer))
         recipe = Recipe(stage2=config, read_names=not reads) if asked else Recipe(config, read_names=not reads)
         folder, _ = pipeline.train_recipe(profile, recipe)
-        artifacts.remove(out / HYBRID)
-        trained = Hybrid(encoders.load_encoder(folder), before.graph, before.weights)
-        return artifacts.cached_folder(out / HYBRID, trained.save)
+        trained, fresh = Hybrid(encoders.load_encoder(folder), before.graph, before.weights), out / f"new-{HYBRID}"
+        artifacts.remove(fresh)
+        artifacts.cached_folder(fresh, trained.save)
+        artifacts.remove(out / HYBRID)  # only now: on a full disk the one before stays
+        return fresh.rename(out / HYBRID)
 
 
 def _as_tables(notes: Sequence[Note], folder: Path) -> Path:

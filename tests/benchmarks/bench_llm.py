@@ -206,7 +206,7 @@ def main() -> None:
             result |= {f"llm_refused_{key}": value for key, value in found.items()}
         result |= {f"llm_killed_{k}": v for k, v in killed_and_resumed(options.requests, place).items()}
         if options.real:
-            result |= real(options.real.resolve(), place)
+            result |= real(options.real.resolve(), place) | about("llm_real_")
     result |= {"llm_requests": options.requests} | about("llm_")
     print(json.dumps(result, indent=1))
     if options.write:

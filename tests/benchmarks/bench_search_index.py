@@ -9,7 +9,7 @@ A query is one of the open benchmark's, on one thread, in the whole index or wit
 
 `--windows`: with them, as `drehr-search index` makes it by itself; else one vector a chunk (`--no-windows`).
 `--at`: keep notes and index there, and use what is there. `--write`: also figures/benchmarks/search_index.json, or
-search_index_windows.json."""
+search_index_windows.json, with another number of notes in its name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def main() -> None:
         result = measure(options.at or Path(place), options.notes, options.windows)
     print(json.dumps(result, indent=1))
     if options.write:
-        path = ROOT / f"figures/benchmarks/search_index{'_windows' if options.windows else ''}.json"
+        of = "" if options.notes == parser.get_default("notes") else f"_{options.notes}"
+        path = ROOT / f"figures/benchmarks/search_index{'_windows' * options.windows}{of}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
 

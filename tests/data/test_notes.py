@@ -7,6 +7,7 @@ import pytest
 from drehr_utils import pipeline
 from drehr_utils.data.notes import Note, chunk_note, chunk_words, clean, read_any_notes, read_notes, read_splits
 from drehr_utils.errors import DataError
+from drehr_utils.files import same_characters
 from drehr_utils.profiles import ROOT, load_profile
 
 HEADER = "note_id,subject_id,hadm_id,note_type,note_seq,charttime,storetime,text\n"
@@ -116,6 +117,26 @@ def test_a_repeated_row_is_skipped_but_a_conflicting_one_is_an_error(tmp_path):
     assert report.skipped == [(3, "note_id", "repeats an earlier row")]
     with pytest.raises(DataError, match=r"row 3, field note_id: the same as in row 2, with another text"):
         read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "secret words")]))
+    with pytest.raises(DataError, match="with another text or patient"):  # as if it were a repeated row, it would go
+        read_notes(write_notes(tmp_path / "n", [row("a", "x y"), row("a", "x y").replace("a,1,", "a,2,")]))
+
+
+def test_a_text_has_the_same_characters_from_a_table_of_mimics_layout_as_from_a_file(tmp_path):
+    text = "dys\u200bpnea, Crohn’s, cafe\u0301"
+    (notes, _), _ = read_notes(write_notes(tmp_path / "n", [row("a", text)])), (tmp_path / "a.txt").write_text(text)
+    assert notes[0].text == read_any_notes(tmp_path)[0][0].text == same_characters(text) == "dyspnea, Crohn's, café"
+
+
+def test_text_files_by_name_through_links_but_none_that_is_hidden(tmp_path):
+    for name in ("b/1.txt", "a/1.txt", "a/.ipynb_checkpoints/1-checkpoint.txt", "a/.2.txt"):
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text("Cough.")
+    (tmp_path / "notes/z").symlink_to(tmp_path / "notes/a")  # what it leads to has its own name
+    (tmp_path / "notes/a/up").symlink_to(tmp_path / "notes")
+    assert [note.note_id for note in read_any_notes(tmp_path / "notes")[0]] == ["a/1.txt", "b/1.txt"]
+    (tmp_path / "notes/c").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(DataError, match="notes/c: a link that leads nowhere"):  # or its notes would count as removed
+        read_any_notes(tmp_path / "notes")
 
 
 def test_a_cut_row_a_missing_id_and_a_damaged_gzip(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from drehr_utils import cluster, corpus
 from drehr_utils.data import shards
+from drehr_utils.data.benchmark import load_benchmark
 from drehr_utils.data.notes import Chunk, chunk_note, read_notes
 from drehr_utils.errors import DataError
 from drehr_utils.profiles import load_profile
@@ -24,8 +26,34 @@ def own(tmp_path, monkeypatch):
     """The smoke profile with a cache of its own, shards of 40 chunks and 7 notes."""
     monkeypatch.setattr(corpus, "NOTES_A_SHARD", 7)
     monkeypatch.setattr(corpus, "CHUNKS_A_SHARD", 40)
-    yield replace(load_profile("smoke"), name=str(tmp_path / "cache"))
-    corpus.notes.cache_clear()
+    return replace(load_profile("smoke"), name=str(tmp_path / "cache"))
+
+
+def test_tables_that_change_are_read_again_in_a_process_that_lives_on(own, tmp_path):
+    folder = shutil.copytree(own.notes, tmp_path / "notes")
+    own = replace(own, notes=folder)
+    read, splits = read_notes(folder)[0], corpus.notes(own)[2]
+    before = [chunk.id for chunk in corpus.chunks(own, "test")]
+    (folder / "splits.csv.gz").unlink()
+    lines = [
+        f"{n.subject_id},{n.note_id},{'train' if splits[n.note_id] == 'test' else splits[n.note_id]}" for n in read
+    ]
+    (folder / "splits.csv").write_text("\n".join(["subject_id,note_id,split", *lines]))
+    assert before and not len(corpus.chunks(own, "test"))
+
+
+def test_patients_of_a_benchmark_that_was_made_of_other_splits_do_not_train(own, tmp_path):
+    folder = shutil.copytree(own.notes, tmp_path / "notes")
+    shutil.copytree(own.benchmark, own.cache / "cliniq")
+    own = replace(own, notes=folder, benchmark=None)
+    read, splits = read_notes(folder)[0], corpus.notes(own)[2]
+    asked = {p.subject_id for split in ("dev", "test") for p in load_benchmark(own.cache / "cliniq", split).patients}
+    (folder / "splits.csv.gz").unlink()
+    lines = [f"{n.subject_id},{n.note_id},train" for n in read]
+    (folder / "splits.csv").write_text("\n".join(["subject_id,note_id,split", *lines]))
+    redrawn = corpus.notes(own)[2]
+    train = {note.subject_id for note in read if redrawn[note.note_id] == "train"}
+    assert "train" in splits.values() and train and not train & asked
 
 
 def samples(sets: PositiveSets) -> list:
@@ -132,6 +160,7 @@ HELD = """
 import sys
 from pathlib import Path
 from drehr_utils.data import shards
+from drehr_utils.data.benchmark import load_benchmark
 from drehr_utils.data.notes import Chunk
 
 def held() -> float:  # MB that are this process's own: not what it has mapped

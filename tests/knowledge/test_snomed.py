@@ -36,6 +36,11 @@ def test_malformed_rows_are_counted_and_told(tmp_path, capsys):
 def test_missing_files_and_wrong_columns(tmp_path):
     with pytest.raises(DataError, match=r"sct2_Concept_Snapshot_\*.txt: no such file.*licence"):
         load_snomed(tmp_path)
+    release(tmp_path / "two/older")
+    for path in release(tmp_path / "two/newer").rglob("*.txt"):
+        path.rename(path.with_name(path.name.replace("2026", "2027")))
+    with pytest.raises(DataError, match="20260101.txt, sct2_Concept_Snapshot_INT_20270101.txt: two releases"):
+        load_snomed(tmp_path / "two")
     folder = release(tmp_path / "a")
     path = next(folder.rglob("sct2_Relationship*"))
     path.write_text("id\tactive\n")

@@ -355,13 +355,18 @@ def test_a_note_that_comes_twice_is_named_and_nothing_added(hybrid, tmp_path):
 
 
 def test_what_cannot_be_done_says_so(index, hybrid, tmp_path):
-    for query, patient, said in [(" ", None, "empty"), ("mi", "nobody", "nobody")]:
+    for query, patient, said in [(" ", None, "empty"), ("\u200b\u00ad", None, "empty"), ("mi", "nobody", "nobody")]:
         with pytest.raises(DataError, match=said):
             index.search(query, patient=patient)
     with pytest.raises(DataError, match="drehr-search index"):
         NoteIndex.open(tmp_path)
     with pytest.raises(DataError, match="isn't empty"):
         NoteIndex.create(index.folder, hybrid)
+    (tmp_path / "away").symlink_to(tmp_path / "unmounted")
+    (tmp_path / "file").write_text("")
+    for place, said in [("away", "away: a link that leads nowhere"), ("file/index", "index: is a file, or lies below")]:
+        with pytest.raises(DataError, match=said):
+            NoteIndex.create(tmp_path / place, hybrid)
     with pytest.raises(DataError, match="index is empty"):
         NoteIndex.create(tmp_path / "none", hybrid).search("mi")
 

@@ -163,7 +163,7 @@ def test_a_file_is_no_index(folder, model, tmp_path, capsys):
     for command in (["index", str(folder), "--model", str(model)], ["query", "sob"]):
         with pytest.raises(SystemExit):
             search.main([*command, "--index", str(tmp_path / "mine")])
-        assert "mine: is a file; name a folder" in capsys.readouterr().err
+        assert "mine: is a file, or lies below one; name a folder" in capsys.readouterr().err
 
 
 def test_a_note_without_a_patient_is_nobody_elses(tmp_path):

@@ -6,7 +6,7 @@ import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -167,14 +167,14 @@ def halves(task: Task) -> dict[str, Task]:
 
 
 @cache
-def word_vectors(profile: Profile) -> models.WordVectors:
-    """FastText's vectors, learnt from the sentences of the notes that the systems learn from."""
-    documents = dict.fromkeys(passage.document for passage in training_passages(profile)[0])
+def word_vectors(profile: Profile, others: tuple[Passage, ...] = ()) -> models.WordVectors:
+    """FastText's vectors, learnt from the sentences of the documents that the systems learn from, `others` or notes."""
+    documents = dict.fromkeys(passage.document for passage in others or training_passages(profile)[0])
     return models.WordVectors(list(chain.from_iterable(documents)), profile.capr.word_buckets, seed=profile.seed)
 
 
-def build(profile: Profile, system: CaprSystem) -> nn.Module:
-    """An untrained model of `system`, from the profile's starting encoder, or from word_vectors."""
+def build(profile: Profile, system: CaprSystem, others: Sequence[Passage] = ()) -> nn.Module:
+    """An untrained model of `system`, from the profile's starting encoder, or from word_vectors (of `others`)."""
     size = profile.capr
     lengths = dict(query_tokens=size.query_tokens, passage_tokens=size.passage_tokens)
 
@@ -182,6 +182,7 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         return encoders.load_encoder(system.encoder or profile.encoder, profile.pooling)
 
     torch.manual_seed(profile.seed)  # of the weights that start at random
+    vectors = partial(word_vectors, profile, tuple(others))
     makers: dict[str, Callable[[], nn.Module]] = {
         "start": lambda: models.BiEncoder(start(), **lengths),
         "bi-shared": lambda: models.BiEncoder(start(), marks=True, **lengths),
@@ -191,7 +192,7 @@ def build(profile: Profile, system: CaprSystem) -> nn.Module:
         "poly-pooled": lambda: models.PolyEncoder(start(), start(), pooled=True, **lengths),
         "cross": lambda: models.CrossEncoder(start(), max_tokens=min(size.passage_tokens + 16, encoders.CHUNK_TOKENS)),
         "cdv": lambda: models.ContextualDocumentVectors(start(), start()),
-        "cdv-fasttext": lambda: models.ContextualDocumentVectors(word_vectors(profile), word_vectors(profile)),
+        "cdv-fasttext": lambda: models.ContextualDocumentVectors(vectors(), vectors()),
         "cdv-finetune": lambda: models.ContextualDocumentVectors(start(), start(), frozen=False),
         "longformer-bi": lambda: models.LongEncoder(system.encoder, poly=False, query_tokens=size.query_tokens),
         "longformer-poly": lambda: models.LongEncoder(system.encoder, poly=True, query_tokens=size.query_tokens),
@@ -238,7 +239,7 @@ def trained_model(
     """A system's model, trained where its weights aren't in the cache; its loss curve; and the key of what made it.
     `others`: labelled passages to learn from in place of the notes'."""
     system, size = profile.capr.system(name), profile.capr
-    model = build(profile, system)
+    model = build(profile, system, others)
     labelled, made_of = (others, _digest(others)) if others else training_passages(profile)
     start = encoders.identity(system.encoder or profile.encoder)
     lengths = [size.passage_tokens, size.query_tokens, *([size.word_buckets] if name == CDV_FASTTEXT else [])]

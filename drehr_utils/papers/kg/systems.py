@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from drehr_utils import artifacts, corpus
 from drehr_utils.config import PairConfig
+from drehr_utils.evaluation import metrics
 from drehr_utils.knowledge import vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
 from drehr_utils.knowledge.snomed import load_snomed
@@ -335,7 +336,10 @@ def train(profile: Profile, system: str, seed: int = 0, measured: bool = True) -
     if system == "start":
         return system, pd.DataFrame()
     own = [own_test(profile, task_of(system))] if measured and has_curve(profile, system) else []
-    curve = [trainer.Curve(CURVE_STEPS, lambda encoder, t=t: means(encoder_recall(encoder, t))) for t in own]
+    curve = [
+        trainer.Curve(CURVE_STEPS, lambda encoder, t=t: metrics.means(encoder_recall(encoder, t)).to_dict())
+        for t in own
+    ]
     return trained(profile, trained_on(profile, system), training(profile, system, seed), curve)
 
 
@@ -345,7 +349,7 @@ def trained(
     """The folder of the encoder trained on the tasks `parts`, made where it isn't there, and its loss curve, with what
     a trainer.Curve measured: of the trained weights, before `start_share`. The folder tells one with callbacks from
     one without, and not which they were."""
-    key = artifacts.digest(train_pairs, config, list(parts), identity(profile, "start"), bool(callbacks))
+    key = artifacts.digest(trained, config, list(parts), identity(profile, "start"), bool(callbacks))
     folder = profile.cache / "models" / f"kg-{key}"
     work = profile.cache / "checkpoints" / folder.name
 
@@ -368,11 +372,6 @@ def encoder_recall(encoder: SentenceTransformer, test_set: TestSet) -> pd.DataFr
     """recall_values of an encoder."""
     vectors = encoders.encode(encoder, list(test_set.concepts.values()), bf16=True)
     return linking.recall_values(test_set, lambda texts: encoders.encode(encoder, texts, bf16=True) @ vectors.T)
-
-
-def means(values: pd.DataFrame) -> dict[str, float]:
-    """R@1 and R@25 of recall_values."""
-    return values.groupby("metric")["value"].mean().to_dict()
 
 
 def recall(profile: Profile, test_set: TestSet, model: str | Path) -> pd.DataFrame:

@@ -22,7 +22,6 @@ from sentence_transformers import SentenceTransformer
 from drehr_utils import artifacts, pipeline
 from drehr_utils.config import TripletConfig
 from drehr_utils.evaluation import records
-from drehr_utils.evaluation.metrics import NO_PATIENT
 from drehr_utils.evaluation.records import Record
 from drehr_utils.papers.radiology import systems, triplets
 from drehr_utils.papers.radiology.reports import read_judgments
@@ -193,12 +192,6 @@ def _named(found: pd.DataFrame, best: str) -> pd.DataFrame:
 def tried_rates(found: pd.DataFrame) -> pd.DataFrame:
     """systems.rates of the rows that were trained on A's folds, with the seed that all rates were tried with."""
     return systems.rates(found[(found["trained"] == FOLDS + "A") & (found["rate"] > 0) & (found["seed"] == 0)])
-
-
-def by_name(found: pd.DataFrame, table: int, tested: str) -> dict[str, pd.DataFrame]:
-    """Row of the table -> its values on a collection, as retrieval.query_values has them, with their `seed`."""
-    part = found[(found["table"] == table) & (found["tested"] == tested)]
-    return {name: rows[[*NO_PATIENT, "seed"]] for name, rows in part.groupby("name", sort=False)}
 
 
 def shown(found: pd.DataFrame, rows: pd.DataFrame, table: int) -> pd.DataFrame:

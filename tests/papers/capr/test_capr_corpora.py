@@ -125,3 +125,6 @@ def test_what_is_trained_on_wikipedia_is_asked_of_notes_too(tmp_path, tiny_smoke
     learnt = corpora.load_training(tmp_path / "train")
     keys = [systems.trained_model(tiny_smoke, systems.BI, others)[2] for others in ((), learnt)]
     assert keys[0] != keys[1]
+    # CDV+FastText's word vectors are of the texts that are trained on, as its key says, not of the notes.
+    words = systems.word_vectors(tiny_smoke, tuple(learnt)).vectors.key_to_index
+    assert set(words) == {"drug", "is", "given", *map(str, range(40))}

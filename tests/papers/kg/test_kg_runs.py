@@ -64,6 +64,9 @@ def test_a_plain_start_is_a_row_of_its_own(smoke, capsys, monkeypatch, tmp_path)
     assert systems.start_of(load_profile("full"), rows[0])[0].kg.training.max_steps == 500
     first, second = systems.test_sets(smoke)[0], runs.tested(smoke, rows[1], 0)
     assert systems.zero_shot_setting(smoke, rows[1], first) == systems.MENTIONS_ONLY and first.name in second
+    own = {row: systems.own_test(smoke, row.removesuffix(" on SmolLM2")).name for row in rows[1:]}
+    assert set(runs.tested(smoke, rows[0], 0)) - set(second) == set(own.values())
+    assert all(set(runs.tested(smoke, row, 1)) - set(runs.tested(smoke, row, 0)) == {own[row]} for row in own)
     assert len({runs.digest(smoke, row, 0) for row in ("HPO Syn", *rows)}) == 1 + len(rows)
     monkeypatch.setattr(weights, "FOLDER", tmp_path)
     runs.main(["--profile", "smoke", "--only", "HPO Syn on SmolLM2"])
