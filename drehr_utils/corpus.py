@@ -43,7 +43,8 @@ def notes(profile: Profile) -> tuple[Sequence[Note], ReadReport, dict[str, str]]
 
     They are read once, and come from a memory-mapped file after; tables that change are read again, in a process that
     lives on, too."""
-    return _notes(profile, artifacts.digest(notes_module.note_tables(profile.notes), *_benchmark(profile)))
+    there = [folder for folder in _benchmark(profile) if folder.exists()]  # else it is named when the notes are read
+    return _notes(profile, artifacts.digest(notes_module.note_tables(profile.notes), there))
 
 
 @cache

@@ -152,8 +152,9 @@ def read_any_notes(
     """Notes of one's own: a folder in MIMIC's layout (see read_notes), a folder of .txt files, or a CSV table.
 
     A table's columns are named by the other arguments; without an id, row n is `<folder>/<file>-row-n`, so that two
-    tables may share an index. A text file's id is its path in the folder; links are followed. What has no patient, as a
-    file right in the folder, is a patient of its own, under the note's id; else its folder is one.
+    tables may share an index. A text file's id is its path in the folder; links are followed, what is hidden is left
+    out. What has no patient, as a file right in the folder, is a patient of its own, under the note's id; else its
+    folder is one.
     Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does, and where the
     id of a note without a patient is a patient's."""
     source = Path(source)

@@ -16,7 +16,7 @@ import pytest
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from umls_miniature import conso, umls_release
 
-from drehr_utils import pipeline
+from drehr_utils import corpus, pipeline
 from drehr_utils.errors import DataError
 from drehr_utils.evaluation import plots
 from drehr_utils.knowledge import vocabularies
@@ -169,7 +169,7 @@ def test_notebook_02_with_a_bios_that_has_none_of_our_files(small, tmp_path, mon
     save_bios(small, tmp_path)
     for name in OPTIONAL_FILES:
         (tmp_path / f"{name}.json").unlink()
-    monkeypatch.setattr(pipeline, "knowledge_graph", lambda profile: load_bios(tmp_path))
+    monkeypatch.setattr(corpus, "knowledge_graph", lambda profile: load_bios(tmp_path))
     monkeypatch.setattr(plots, "save_figure", lambda *args: None)
     cells = json.loads((ROOT / "notebooks/02_knowledge_graph.ipynb").read_text())["cells"]
     names = {}
