@@ -261,13 +261,13 @@ class Given:
 def _given(profile: Profile, stage: str) -> Given:
     """Looked up one by one, asked for where they are missing, and remembered once no more are than may be: millions
     take minutes, and a late answer makes each model anew. Notebooks 03 and 04 ask again, and what they get counts."""
-    task, server = TASKS[stage], servers.server_from_env()
+    task, model = TASKS[stage], servers.model_from_env()
     texts = [chunk.text for chunk in chunks(profile)] if profile.real_notes else None
     of = artifacts.digest(client.answer_all, notes_module, *_made_of_notes(profile), texts)
 
     def path() -> Path:  # another one when an answer was added
         store = AnswerStore(_answers_file(profile), profile.recorded_answers)
-        asked = [prompts.prompt_sha256(task), server and server.model, profile.unanswered]
+        asked = [prompts.prompt_sha256(task), model, profile.unanswered]
         return profile.cache / f"llm/{task}-{artifacts.digest(of, asked, store.sources, store.last())}.json"
 
     if path().exists():
@@ -294,9 +294,7 @@ def stage_positives(profile: Profile, stage: str) -> tuple[str, Callable[[], Pos
 
     They are made a shard at a time, by `profile.workers` processes, and come from a memory-mapped file; a run that was
     killed goes on with the shards that it lacks."""
-    given, of = _given(profile, stage), chunks(profile, stage=stage)
-    server = servers.server_from_env()
-    model = server and server.model
+    given, of, model = _given(profile, stage), chunks(profile, stage=stage), servers.model_from_env()
     code, graph = stage2_sets, None
     if stage == "stage1":
         code, graph = stage1_sets, [graph_digest(profile), profile.graph_terms]

@@ -434,8 +434,11 @@ def _from_toml(path: Path) -> Profile:
         raise DataError(f"{path.name}, field base: {base!r} is none of {', '.join(PROFILES)}")
     foreign = PROFILES[base].protected or bool({"notes", "benchmark"} & given.keys())
     own = {"name": path.stem, "protected": foreign, "in_place": False, "recorded": False} | given
-    if "notes" in given:
-        own = {"recorded_answers": []} | own
+    if "notes" in given:  # without a benchmark, notebook 06 makes one of them, dev as well
+        sizes, said = {"recorded": False}, given.get("cliniq", {})
+        if given.get("benchmark") == "none":
+            sizes["dev_sample"] = PROFILES["mimic"].cliniq.dev_sample
+        own = {"recorded_answers": []} | own | {"cliniq": sizes | said if isinstance(said, dict) else said}
     ours = next((field for field in ("in_place", "recorded") if own[field]), "name")
     name, taken = str(own["name"]), (*PROFILES, *_TAKEN)
     if name in taken or not re.fullmatch(r"[\w-][\w.-]*", name) or ours != "name":

@@ -95,6 +95,21 @@ def test_a_profile_on_full_with_notes_of_its_own_leaves_the_committed_records_al
     assert runs.folder(mine) == mine.cache / "runs"
 
 
+def test_notes_of_ones_own_without_a_benchmark_become_one(tmp_path):
+    """Of both splits, for one of a single split is not found again; nothing recorded of the open notes is read."""
+    own = 'notes = "n"\nbenchmark = "none"\n'
+    for more, dev in (("", 100), ("[cliniq]\ndev_sample = 7", 7)):
+        (tmp_path / "mine.toml").write_text(own + more)
+        found = load_profile(tmp_path / "mine.toml").cliniq
+        assert (found.recorded, found.dev_sample) == (False, dev)
+    (tmp_path / "mine.toml").write_text('notes = "n"')
+    found = load_profile(tmp_path / "mine.toml").cliniq
+    assert (found.recorded, found.dev_sample) == (False, 0), "OpenCliniQ has a dev"
+    (tmp_path / "mine.toml").write_text('notes = "n"\ncliniq = 3')
+    with pytest.raises(DataError, match="mine.toml, field cliniq"):
+        load_profile(tmp_path / "mine.toml")
+
+
 def test_text_under_a_data_use_agreement_stays_in_ignored_folders():
     ignored = (ROOT / ".gitignore").read_text().split()
     mimic = load_profile("mimic")

@@ -170,3 +170,5 @@ def _read_qrels(path: Path, benchmark: Benchmark) -> None:
         if int(score) > 0:
             benchmark.qrels.setdefault(query_id, {})[chunk_id] = int(score)
             benchmark.match_types.setdefault(query_id, {})[chunk_id] = kind
+    if not benchmark.qrels:
+        raise DataError(f"{short_name(path)}: no relevant chunk in it; a search needs one")

@@ -61,10 +61,12 @@ class ReadReport:
 
 
 def find_table(folder: Path, *names: str) -> Path | None:
-    """The first of the names' `<name>.csv.gz` or `<name>.csv` in `folder` or its usual MIMIC sub-folders, if any."""
-    places = [(sub, end) for sub in ("", "hosp", "note") for end in (".csv.gz", ".csv")]
-    paths = (Path(folder) / sub / f"{name}{end}" for name in names for sub, end in places)
-    return next((path for path in paths if path.exists()), None)
+    """The first of the names' `<name>.csv.gz` or `<name>.csv` in `folder` or its usual MIMIC sub-folders, if any; where
+    both are, the later."""
+    for place in (Path(folder) / sub / name for name in names for sub in ("", "hosp", "note")):
+        if there := [path for end in (".csv.gz", ".csv") if (path := Path(f"{place}{end}")).exists()]:
+            return max(there, key=lambda path: path.stat().st_mtime_ns)  # one unpacked and not touched has the same
+    return None
 
 
 def need_table(folder: Path, hint: str, *names: str) -> Path:
@@ -72,6 +74,11 @@ def need_table(folder: Path, hint: str, *names: str) -> Path:
     if path := find_table(folder, *names):
         return path
     raise DataError(f"{Path(folder).name}/: neither {'.csv(.gz) nor '.join(names)}.csv(.gz) is there; {hint}")
+
+
+def _is_noteevents(path: Path) -> bool:
+    """Whether it is MIMIC-III's table of notes of all kinds, of which the discharge summaries are read."""
+    return path.is_file() and path.name in ("NOTEEVENTS.csv", "NOTEEVENTS.csv.gz")
 
 
 def admission_id(value: str) -> str:
@@ -103,12 +110,13 @@ def read_notes(folder: Path) -> tuple[list[Note], ReadReport]:
 
 
 def iter_notes(folder: Path, report: ReadReport) -> Iterator[Note]:
-    """Discharge summaries of a folder in MIMIC-IV's layout (`discharge`) or MIMIC-III's (`NOTEEVENTS`), one by one.
+    """Discharge summaries of a folder in MIMIC-IV's layout (`discharge`) or MIMIC-III's (`NOTEEVENTS`, or this table
+    itself), one by one.
 
     Skipped, counted and reported: a note without text, bytes that are not UTF-8, a repeated row. Raises DataError for
     a missing table or column, a row without note id or patient, and two texts or patients under one note id."""
     hint = "point the profile's notes folder (DREHR_NOTES) at one that has it, or DREHR_ROOT at the checkout"
-    path = need_table(folder, hint, "discharge", "NOTEEVENTS")
+    path = folder if _is_noteevents(folder) else need_table(folder, hint, "discharge", "NOTEEVENTS")
     mimic4 = path.name.startswith("discharge")
     where, seen, report.file = short_name(path), {}, path.name
     for row, values in iter_rows(path, NOTE_COLUMNS if mimic4 else MIMIC3_NOTE_COLUMNS):
@@ -158,7 +166,7 @@ def read_any_notes(
     Skipped, counted and reported: what has no text or isn't UTF-8. Raises DataError as read_notes does, and where the
     id of a note without a patient is a patient's."""
     source = Path(source)
-    if source.is_dir() and find_table(source, "discharge", "NOTEEVENTS"):
+    if source.is_dir() and find_table(source, "discharge", "NOTEEVENTS") or _is_noteevents(source):
         return read_notes(source)
     notes, report, seen, owners, alone = [], ReadReport(source.name), {}, set(), {}
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):

@@ -12,6 +12,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
@@ -113,6 +114,15 @@ class AnswerStore:
         sql = "SELECT 1 FROM answers WHERE (source, model) = (?, ?) LIMIT 1"
         return self.database.execute(sql, _stored(OURS, model)).fetchone() is not None
 
+    @cached_property
+    def _only_model(self) -> str:
+        models = [name for (name,) in self.database.execute("SELECT DISTINCT model FROM answers WHERE source = ''")]
+        if len(models) > 1:
+            named = ", ".join(sorted(name or "one without a name" for name in models))
+            where = self.path.name if self.path else "the store"
+            raise DataError(f"llm: {where} has answers of {named}; set DREHR_LLM_MODEL to the one whose answers count")
+        return models[0]
+
     def last(self) -> int:
         """The last answer's number, 0 where there is none."""
         return self.database.execute("SELECT coalesce(max(number), 0) FROM answers").fetchone()[0]
@@ -127,8 +137,9 @@ class AnswerStore:
     ) -> tuple[str, tuple[int, str] | None]:
         """Where the request's answer is from, with its number and finish reason; or why there's none, and None.
 
-        Either names a counter of Answers. `model`: ours count only if they are this model's. `last`: none counts that
-        came after the answer of this number."""
+        Either names a counter of Answers. `model`: ours count only if they are this model's; None: of the one that gave
+        them all. `last`: none counts that came after the answer of this number. Raises DataError where none is named
+        and several gave ours: a training on a mixture of them would be no model's."""
         rows = self.database.execute(
             "SELECT text_sha256, prompt_sha256, source, model, number, finish_reason FROM answers"
             " WHERE (task, entity_type, id) = (?, ?, ?) AND number <= ? ORDER BY number",
@@ -143,7 +154,7 @@ class AnswerStore:
         last = max(fitting, key=lambda row: (self.sources.index(row[2]), row[4]))  # ours only if none is recorded
         if last[2] != OURS:
             return "recorded", last[4:]
-        ours = [row for row in fitting if model in (None, row[3])]
+        ours = [row for row in fitting if row[3] == (self._only_model if model is None else model)]
         return ("stored", ours[-1][4:]) if ours else ("other_model", None)
 
 

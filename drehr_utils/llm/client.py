@@ -15,7 +15,7 @@ from tqdm import tqdm
 from drehr_utils.errors import DataError
 from drehr_utils.llm.answers import Answers, AnswerStore
 from drehr_utils.llm.prompts import Request, without_thinking
-from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of
+from drehr_utils.llm.servers import ANSWER_ERRORS, Server, kind_of, model_from_env
 
 GIVE_UP_AFTER = 20  # requests in a row that the server, not the request, made fail
 HOPELESS_AFTER = 200  # requests without one answer, whoever made them fail, of a model that never answered
@@ -35,14 +35,15 @@ def answer_all(
     """Answers to `requests`: from `recorded` files, else from the database `store`, else of `server` (vLLM, llama.cpp,
     Ollama or another that speaks OpenAI's protocol), kept in `store`.
 
-    `requests` is read lazily, at most `server.concurrency` are in flight, and each answer is on disk before the next
-    is asked, so a run that was stopped goes on where it was. A request that fails after its retries is counted. A
-    stored answer of another model than the server's is not used. Works inside a running event loop. Raises DataError
-    when answers are missing and there is no server, when the server can't be reached, or for a repeated request."""
+    `requests` is read lazily, at most `server.concurrency` are in flight, and each answer is on disk before the next is
+    asked, so a run that was stopped goes on where it was. A request that fails after its retries is counted. A stored
+    answer of another model than the server's, or without one DREHR_LLM_MODEL, is not used. Works inside a running event
+    loop. Raises DataError when answers are missing and there is no server, when the server can't be reached, or for a
+    repeated request."""
     answers = Answers(AnswerStore(store, recorded))
     total = len(requests) if isinstance(requests, Sized) else None
     with tqdm(total=total, desc="LLM answers", unit="answer", delay=1, disable=not progress) as bar:
-        missing = _missing(requests, server and server.model, answers, bar)
+        missing = _missing(requests, server.model if server else model_from_env(), answers, bar)
         if server is None:
             _refuse_if_any(missing, answers)
         elif (first := next(missing, None)) is not None:
@@ -72,6 +73,7 @@ def _missing(
 
 def _refuse_if_any(missing: Iterator[tuple[Request, str]], answers: Answers) -> None:
     reasons = {"never_recorded": "never recorded", "stale_text": "text changed", "stale_prompt": "prompt changed"}
+    reasons["other_model"] = "another model's"
     count = Counter((request.label, reasons[why]) for request, why in missing)
     if count:
         detail = "; ".join(f"{label}: {n} ({why})" for (label, why), n in sorted(count.items()))

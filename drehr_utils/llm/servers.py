@@ -143,12 +143,17 @@ def kind_of(error: Exception) -> str:
     return f"HTTP {error.status_code}" if isinstance(error, openai.APIStatusError) else type(error).__name__
 
 
+def model_from_env() -> str | None:
+    """DREHR_LLM_MODEL: whose stored answers count, with a server or without; None where it isn't set."""
+    return os.environ.get("DREHR_LLM_MODEL", "").strip() or None
+
+
 def server_from_env(variable: str = "DREHR_LLM_BASE_URL", model: str | None = None) -> Server | None:
     """The server of the variable and OPENAI_API_KEY, for `model` or DREHR_LLM_MODEL; None when no address is set."""
     if not (base_url := os.environ.get(variable, "").strip()):
         return None
     allow = os.environ.get("DREHR_LLM_ALLOW_REMOTE") == ALLOW_REMOTE
-    model = os.environ.get("DREHR_LLM_MODEL", "").strip() if model is None else model
+    model = model_from_env() or "" if model is None else model
     try:
         return Server(base_url, model, allow_remote=allow)
     except DataError as error:

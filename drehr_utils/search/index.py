@@ -17,6 +17,7 @@ import datetime
 import hashlib
 import json
 import os
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -370,8 +371,10 @@ class NoteIndex:
         return hits
 
     def of_patient(self, patient: str) -> pa.Table:
-        """All rows of a patient; raises DataError where there is none."""
-        found = self.table.search().where(_is_in("patient", [patient])).to_arrow()
+        """All rows of a patient, however accents are composed: macOS takes them apart in the names of folders. Raises
+        DataError where there is none."""
+        forms = {patient, *(unicodedata.normalize(form, patient) for form in ("NFC", "NFD"))}
+        found = self.table.search().where(_is_in("patient", sorted(forms))).to_arrow()
         if not len(found):
             raise DataError(f"{self.folder.name}/: no note of patient {patient!r} is in the index")
         return found

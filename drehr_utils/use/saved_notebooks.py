@@ -48,7 +48,8 @@ def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: 
     if model.get("type") != "notebook" or not (notebook := model.get("content")):
         return
     try:
-        protected = is_protected(notebook)
+        folder = contents_manager and Path(contents_manager.root_dir, path.lstrip("/")).parent
+        protected = is_protected(notebook, folder)
     except Exception:
         protected = True
     if not protected:
@@ -61,19 +62,21 @@ def strip_protected(model: Mapping[str, Any], path: str = "", contents_manager: 
         contents_manager.log.warning("%s: saved without outputs, which may hold protected text", path)
 
 
-def is_protected(notebook: Mapping[str, Any]) -> bool:
-    """Whether the notebook's code may have read protected text: it names a protected profile or a file or folder that
-    git doesn't track in this checkout, asks `drehr-search`, takes what may be a path from the user's home, the
-    environment or `input()`, lists a folder, or DREHR_PROFILE names such a profile for all notebooks."""
+def is_protected(notebook: Mapping[str, Any], folder: Path | None = None) -> bool:
+    """Whether the code of a notebook that lies in `folder` may have read protected text: it names a protected profile
+    or a file or folder that git doesn't track in this checkout, asks `drehr-search`, takes what may be a path from the
+    user's home, the environment or `input()`, lists a folder, or DREHR_PROFILE names such a profile for all."""
     sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names = {name for source in sources for name in _names(source)}
     own = _tracked()
-    folders = {ROOT / "notebooks", ROOT, *filter(Path.is_dir, own)}
+    here = [folder.resolve()] if folder else []
+    folders = [*here, ROOT / "notebooks", ROOT, *filter(Path.is_dir, own)]
+    above = {place for start in here for place in (start, *start.parents)}  # named alone, they open nothing
     return (
         any(map(_is_protected_profile, [os.environ.get("DREHR_PROFILE", ""), *names]))
         or any(_IN_SHELL.search(line) for source in sources for line in _SHELL.findall(source))
         or any(map(_ELSEWHERE.search, sources))
-        or any(_is_foreign(name, own, folders) for name in names)
+        or any(_is_foreign(name, own | above, folders, [*here, ROOT / "notebooks"]) for name in names)
     )
 
 
@@ -101,10 +104,10 @@ def _tracked() -> frozenset[Path]:
     return frozenset(ROOT.resolve() / path for file in files for path in (file, *file.parents))
 
 
-def _is_foreign(name: str, own: Collection[Path], folders: Collection[Path]) -> bool:
-    """Whether it is an existing path, as a notebook in one of the checkout's `folders` sees it or as the last piece of
-    a path that begins there (Path("../data") / name), and none of `own`, the project's open data; of a pattern or a
-    format ("notes/{i}.txt"), the folder before it."""
+def _is_foreign(name: str, own: Collection[Path], folders: Collection[Path], here: Collection[Path]) -> bool:
+    """Whether it is an existing path, as a notebook in one of `folders` sees it (one of `here`, where it begins with
+    ..) or as the last piece of a path that begins there (Path("../data") / name), and none of `own`, the project's open
+    data; of a pattern or a format ("notes/{i}.txt"), the folder before it."""
     if name.startswith("data/cache/{profile.name}/"):  # whether that profile is protected is asked by itself
         return False
     if _PLACEHOLDER.search(name):
@@ -112,7 +115,7 @@ def _is_foreign(name: str, own: Collection[Path], folders: Collection[Path]) -> 
         if not name:
             return False
     try:
-        bases = [ROOT / "notebooks"] if name.startswith("..") else folders
+        bases = here if name.startswith("..") else folders
         paths = [(base / Path(name).expanduser()).resolve() for base in bases]
         return any(path != Path("/") and path.exists() and path not in own for path in paths)
     except (OSError, RuntimeError, ValueError):  # longer than a path can be, another user's home, a null character
@@ -130,7 +133,7 @@ def main(paths: Sequence[str]) -> int:
         with naming(path):
             notebook = json.loads(staged.stdout)
             held = any(cell.get("outputs") for cell in notebook["cells"]) or notebook.get("metadata", {}).get("widgets")
-            if held and is_protected(notebook):
+            if held and is_protected(notebook, path.parent):
                 refused.append(path)
     for path in refused:
         print(f"{path}: holds outputs that may be protected text; clear them, or save it under another profile")

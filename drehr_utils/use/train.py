@@ -14,7 +14,7 @@ from drehr_utils import pipeline
 from drehr_utils.config import Recipe
 from drehr_utils.evaluation import records
 from drehr_utils.papers.drehr import ablations
-from drehr_utils.profiles import Profile, load_profile
+from drehr_utils.profiles import Profile
 from drehr_utils.training import trainer
 
 
@@ -30,8 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", help="a name, or the path of a .toml file; default: DREHR_PROFILE")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="default: all that the profile's notebooks train")
-    options = parser.parse_args(arguments)
-    profile = load_profile(options.profile)
+    options, profile = records.parse(parser, arguments)
     known = rows(profile)
     records.refuse_unknown(parser, "row", options.only, known)
     for row in options.only or known:

@@ -16,7 +16,7 @@ import numpy as np
 
 from drehr_utils import artifacts, files, pipeline
 from drehr_utils.config import Recipe
-from drehr_utils.data.notes import NOTE_COLUMNS, Note
+from drehr_utils.data.notes import NOTE_COLUMNS, Note, note_tables
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge import normalization, vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, save_bios
@@ -70,6 +70,7 @@ def train_on(
             unanswered=0.01 if asked else 1.0,
             encoder=str(start),
         )
+        _forget_earlier_notes(out, profile.notes)
         before.graph = pipeline.knowledge_graph(profile)
         sets = pipeline.stage2_sets(profile) if asked else pipeline.stage1_sets(profile)
         found = np.count_nonzero(np.diff(sets.offsets))
@@ -91,6 +92,17 @@ def train_on(
         artifacts.cached_folder(fresh, trained.save)
         artifacts.remove(out / HYBRID)  # only now: on a full disk the one before stays
         return fresh.rename(out / HYBRID)
+
+
+def _forget_earlier_notes(out: Path, notes: Path) -> None:
+    """Takes away what a training on other notes kept of their texts: who was taken out of NOTES isn't to stay here. A
+    language model's answers, which cost more than a minute, stay."""
+    now, kept = artifacts.digest(note_tables(notes)).encode(), out / "notes.sha256"
+    if kept.exists() and kept.read_bytes() == now:
+        return
+    for made in ("corpus", "positives"):
+        artifacts.remove(out / made)
+    files.write_atomically(kept, now)
 
 
 def _as_tables(notes: Sequence[Note], folder: Path) -> Path:

@@ -104,6 +104,7 @@ MALFORMED = {
     "number of chunks": ({"patients": [{**PATIENTS[0], "chunks": 5}]}, "row 1, field chunks: 5"),
     "three-column qrels": ({"qrels": ["query-id\tcorpus-id\tscore"]}, "qrels/toy.tsv, row 1, field match_type"),
     "empty qrels": ({"qrels": []}, "qrels/toy.tsv, row 1, field query-id: missing"),
+    "none relevant": ({"qrels": QRELS[:1]}, "toy/qrels/toy.tsv: no relevant chunk in it"),
     "short row": ({"qrels": [*QRELS, "q1\tA_1\t1"]}, "toy/qrels/toy.tsv, row 7: 3 fields"),
     "unknown query": ({"qrels": [*QRELS, "q9\tA_1\t1\tstring\town"]}, "row 7, field query-id: 'q9'"),
     "unknown chunk": ({"qrels": [*QRELS, "q1\tA_9\t1\tstring\town"]}, "row 7, field corpus-id: 'A_9'"),

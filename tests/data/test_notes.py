@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,17 @@ def test_mimic3s_layout_is_read_too(tmp_path):
     )
     notes, report = read_notes(tmp_path)
     assert notes == [Note("7", "1", "2", "Admission Date: [**2101-1-1**]\nCHF")] and report.rows == 1
+    assert read_any_notes(tmp_path / "NOTEEVENTS.csv")[0] == notes  # the table itself: no other kinds of notes either
+
+
+@pytest.mark.parametrize("later", [".csv", ".csv.gz"])
+def test_of_a_table_and_a_packed_one_the_later_is_read(tmp_path, later):
+    write_notes(tmp_path, [row("a", "unpacked")])
+    with gzip.open(tmp_path / "discharge.csv.gz", "wt") as file:
+        file.write(HEADER + row("a", "packed"))
+    for end in (".csv", ".csv.gz"):
+        os.utime(tmp_path / f"discharge{end}", (2e9, 2e9) if end == later else (1e9, 1e9))
+    assert read_notes(tmp_path)[0][0].text == {".csv": "unpacked", ".csv.gz": "packed"}[later]
 
 
 def test_splits_are_by_patient(tmp_path):

@@ -391,14 +391,20 @@ def test_the_digest_is_of_the_answers_and_not_of_their_order(tmp_path):
     assert len(digests) == 3
 
 
-def test_another_models_answers_are_not_taken_for_this_ones(tmp_path):
+def test_another_models_answers_are_not_taken_for_this_ones(tmp_path, monkeypatch):
     store = tmp_path / "s.sqlite"
     with serving() as server:
         first = ask(drugs(2), server, store)
         other = Server(server.base_url, "other", concurrency=1)
         answers = answer_all(drugs(2), store=store, server=other, progress=False)
         assert (answers.other_model, answers.stored, answers.asked) == (2, 0, 2)
-        assert answer_all(drugs(2), store=store, progress=False).texts == answers.texts, "the last that was asked"
+        with pytest.raises(DataError, match="s.sqlite has answers of m, other; set DREHR_LLM_MODEL to the one whose"):
+            answer_all(drugs(2), store=store, progress=False)
+        monkeypatch.setenv("DREHR_LLM_MODEL", "other")
+        assert answer_all(drugs(2), store=store, progress=False).texts == answers.texts
+        monkeypatch.setenv("DREHR_LLM_MODEL", "third")
+        with pytest.raises(DataError, match="2 of 2 answers are missing .* drugs: 2 .another model's"):
+            answer_all(drugs(2), store=store, progress=False)
         again = ask(drugs(2), server, store)
     assert again.stored == 2 and again.texts == first.texts, "the first model's are still there"
 

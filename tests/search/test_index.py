@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+import unicodedata
 from dataclasses import replace
 
 import numpy as np
@@ -369,6 +370,15 @@ def test_what_cannot_be_done_says_so(index, hybrid, tmp_path):
             NoteIndex.create(tmp_path / place, hybrid)
     with pytest.raises(DataError, match="index is empty"):
         NoteIndex.create(tmp_path / "none", hybrid).search("mi")
+
+
+def test_a_patient_is_found_however_accents_are_composed(hybrid, tmp_path):
+    """A folder `Jose` with an accent, named on macOS (taken apart) or elsewhere, is one patient to whoever types it."""
+    composed, apart = (unicodedata.normalize(form, "José") for form in ("NFC", "NFD"))
+    for i, kept in enumerate((composed, apart)):
+        made = NoteIndex.create(tmp_path / str(i), hybrid)
+        made.update([Note("n", kept, "", "mi and chf")], progress=False)
+        assert [len(made.search("mi", patient=asked)) for asked in (composed, apart)] == [1, 1]
 
 
 INDEXING = """

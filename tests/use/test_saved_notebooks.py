@@ -111,6 +111,18 @@ def test_what_the_readme_makes_inside_the_checkout(tmp_path, monkeypatch):
         assert WORD in saved(tmp_path, notebook('profile = "open"', source)), source
 
 
+def test_what_lies_beside_a_notebook_elsewhere(tmp_path):
+    """A notebook of one's own, outside of the checkout, names files as they lie around it."""
+    own = tmp_path / "study/notebooks"
+    for folder in (own, tmp_path / "study/mine"):
+        folder.mkdir(parents=True)
+        (folder / "notes.csv").touch()
+    for source in ('pd.read_csv("notes.csv")', "open('../mine/notes.csv')", 'open("../mine/notes-%d.txt" % i)'):
+        assert WORD not in saved(own, notebook('profile = "open"', source)), source
+    for source in ('"" + "."', 'Path("..")', 'pd.read_csv("gone.csv")'):
+        assert WORD in saved(own, notebook('profile = "open"', source)), source
+
+
 def test_a_profile_for_all_notebooks_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("DREHR_PROFILE", "mimic")
     assert WORD not in saved(tmp_path, notebook("x = 1"))
@@ -119,7 +131,7 @@ def test_a_profile_for_all_notebooks_counts(tmp_path, monkeypatch):
 
 
 def test_in_doubt_outputs_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_notebooks, "is_protected", lambda nb: 1 / 0)
+    monkeypatch.setattr(saved_notebooks, "is_protected", lambda nb, folder: 1 / 0)
     assert WORD not in saved(tmp_path, notebook("x = 1"))
 
 

@@ -34,6 +34,9 @@ def test_rows_are_what_the_notebooks_train_and_an_unknown_one_is_named(capsys):
     with pytest.raises(SystemExit):
         train.main(["--profile", "smoke", "--only", "DR.EHR", "Dr. Ehr"])
     assert "no row 'Dr. Ehr'; there are DR.EHR" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train.main(["--profile", "gone.toml"])
+    assert "error: gone.toml" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,22 @@ def test_it_goes_on_from_what_it_trained_and_reads_names_once(notes, model, tmp_
     assert "6 steps of 2 chunks" in capfd.readouterr().out  # six times three chunks, where no number is given
     rules = [(tmp_path / out / "hybrid/tokenizer.json").read_text().count('"Replace"') for out in ("first", "second")]
     assert rules[0] == rules[1] > 0
+
+
+def test_what_was_kept_of_notes_that_are_gone_goes(notes, model, tmp_path):
+    source, out = tmp_path / "notes", tmp_path / "own"
+    shutil.copytree(notes, source)
+    (source / "gone.txt").write_text("HTN and zephyrine.")
+
+    def kept() -> list[Path]:
+        assert list(out.rglob("rows.arrow"))
+        return [path for path in out.rglob("rows.arrow") if b"zephyrine" in path.read_bytes()]
+
+    search.main(trained(source, model, out, "--steps", "1"))
+    assert kept()
+    (source / "gone.txt").unlink()
+    search.main(trained(source, model, out, "--steps", "1"))
+    assert not kept()
 
 
 def test_a_language_models_entities_are_trained_on_where_one_is_asked(notes, model, tmp_path, monkeypatch, capsys):
