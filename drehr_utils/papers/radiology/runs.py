@@ -4,9 +4,9 @@
     python -m drehr_utils.papers.radiology.runs --check     # which of its rows are of another recipe or other data
 
 data/runs/radiology.csv.gz holds each query's values, of Table 3 each entry's, with how the system was trained, and
-radiology_steps.csv.gz those of Table 1's rows on the way, on IU X-ray. Of IU X-ray these are numbers
-alone: findings, and an entry's or query's number, no text and no report's id. A training that was cut off is begun
-again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
+radiology_steps.csv.gz those of Table 1's rows on the way, on IU X-ray, radiology_tuning.csv.gz those of MLM tuning. Of
+IU X-ray these are numbers alone: findings, and an entry's or query's number, no text and no report's id. A training
+that was cut off is begun again; what was done before it is kept. The rows from a plain start, SmolLM2, are made where
 `python -m drehr_utils.training.weights smollm2` has fetched it.
 """
 
@@ -31,11 +31,14 @@ from drehr_utils.profiles import Profile
 from drehr_utils.training import weights
 
 RECORD, STEPS = Record("runs/radiology.csv.gz"), Record("runs/radiology_steps.csv.gz")
+TUNING = Record("runs/radiology_tuning.csv.gz")
 BM25, MLM, SBERT = "BM25", "MiniLM (MLM-tuned)", "SBERT (radiology)"
 PLAIN, LM, ON_PLAIN = systems.PLAIN, f"{systems.PLAIN} (LM-tuned)", f"SBERT on {systems.PLAIN}"
+HEAD_FIRST = "MiniLM (MLM-tuned, head first)"
+TUNED = (MLM, LM, HEAD_FIRST)  # on a collection's sentences
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
 TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
-SEEDS = (1, 2)  # beside 0, of Table 1's rows and the models of A and B that Tables 2 to 4 test
+SEEDS = (1, 2)  # beside 0, of Table 1's rows and the models of A and B (SBERT, MLM-tuned) that Tables 2 to 4 test
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def trainings(
     if IU in here:
         yield Training(SBERT, IU, best)
     yield from (Training(SBERT, c, replace(best, seed=seed)) for seed in seeds for c in OPEN)
+    yield from (Training(MLM, c, replace(sizes.mlm, seed=seed)) for seed in seeds for c in OPEN)
     yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in rows["A"])
     check = [config for row in others for config in row if config not in rows["A"]]
     yield from (Training(config.label, FOLDS + "A", config) for config in check)
@@ -98,6 +102,12 @@ def watched(profile: Profile, tried: Callable[[], pd.DataFrame] | None = None) -
     rows = sorted(sizes.table1, key=lambda row: row.label != sizes.best.label)
     for row in rows if IU in systems.collections(profile) else ():
         yield Training(row.label, FOLDS + IU, systems.chosen(profile, row, tried and tried()))
+
+
+def tunings(profile: Profile) -> Iterator[Training]:
+    """The MLM tunings that are measured on the way (systems.tuning_on_the_way): as Table 2 has it on A, and with the
+    new head trained alone before, which tells whether an untrained head is what costs the encoder its similarities."""
+    yield from (Training(system, "A", profile.radiology.mlm) for system in (MLM, HEAD_FIRST))
 
 
 # --- made --------------------------------------------------------------------------------------------------------
@@ -125,8 +135,8 @@ def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> p
 def _encoder(profile: Profile, training: Training) -> SentenceTransformer:
     if training.config is None:
         return pipeline.starting_encoder(profile)
-    if training.system in (MLM, LM):
-        return systems.lm_tuned(profile, training.trained)
+    if training.system in TUNED:
+        return systems.lm_tuned(profile, training.trained, training.config)
     return systems.sbert(profile, training.trained, training.config)
 
 
@@ -135,7 +145,7 @@ def budget(profile: Profile, training: Training) -> dict[str, int]:
     config = training.config
     if config is None:
         return {"steps": 0, "shown": 0}
-    if training.system in (MLM, LM):
+    if training.system in TUNED:
         steps = triplets.lm_steps(len(systems.said_in(profile, training.trained)), config)
         return {"steps": steps, "shown": steps * config.batch_size}
     trained = training.trained.removeprefix(FOLDS)
@@ -149,7 +159,7 @@ def digest(profile: Profile, training: Training) -> str:
     """Of the recipe and the data that a training's values come from, whatever code made them. IU X-ray counts where it
     trains: to a test it is as it was published, and how it is labelled the open entries tell."""
     data = [systems.entries(profile, c) for c in (*OPEN, *([IU] if IU in training.trained else []))]
-    said = systems.said_in(profile, training.trained) if training.system in (MLM, LM) else []
+    said = systems.said_in(profile, training.trained) if training.system in TUNED else []
     judged = [] if training.trained.startswith(FOLDS) else read_judgments()
     return artifacts.digest(
         training.config, data, said, judged, pipeline.start_digest(systems.start_of(profile, training.system))
@@ -209,6 +219,7 @@ def stale(profile: Profile) -> list[str]:
         return [*lacking, "and all that are trained at the learning rate which these choose"]
     faults = [RECORD.fault(profile, t.key, digest(profile, t)) for t in _of_record(profile, SEEDS)]
     faults += [STEPS.fault(profile, t.key, digest(profile, t)) for t in watched(profile, partial(_tried, profile))]
+    faults += [TUNING.fault(profile, t.key, digest(profile, t)) for t in tunings(profile)]
     return sum(faults, [])
 
 
@@ -240,6 +251,9 @@ def main(arguments: list[str] | None = None) -> None:
     for training in watched(profile, partial(_tried, profile)):
         make = partial(systems.on_the_way, profile, IU, training.config)
         STEPS.add(profile, training.key, make, options.remake, digest(profile, training))
+    for training in tunings(profile):
+        make = partial(systems.tuning_on_the_way, profile, "A", "B", training.system == HEAD_FIRST)
+        TUNING.add(profile, training.key, make, options.remake, digest(profile, training))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 from sentence_transformers import SentenceTransformer
-from transformers import TrainerCallback
+from torch.nn import Module
 
 from drehr_utils import artifacts, pipeline
 from drehr_utils.config import TripletConfig
@@ -98,9 +98,9 @@ def sbert(profile: Profile, collection: str, config: TripletConfig | None = None
     return _trained(profile, "sbert", triplets.train_triplets, training_entries(profile, collection), config)
 
 
-def lm_tuned(profile: Profile, collection: str) -> SentenceTransformer:
+def lm_tuned(profile: Profile, collection: str, config: TripletConfig) -> SentenceTransformer:
     """The starting encoder tuned on a collection's sentences, without labels (§3.3)."""
-    return _trained(profile, "lm", triplets.tune_lm, said_in(profile, collection), profile.radiology.mlm)
+    return _trained(profile, "lm", triplets.tune_lm, said_in(profile, collection), config)
 
 
 def said_in(profile: Profile, collection: str) -> list[str]:
@@ -141,20 +141,34 @@ def on_the_way(profile: Profile, collection: str, config: TripletConfig, points:
     finding is one of those that `train`, asked of the sentences trained on, or was `kept aside`."""
     found = []
 
-    class Measured(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **_):
-            if state.global_step % -(-state.max_steps // points) and state.global_step != state.max_steps:
-                return
-            for findings, task in asked.items():
-                values = query_values(task, dense(remembering(model))(task.queries, task.sentences))
-                found.append(values[values["metric"] == "mAP"].assign(findings=findings, step=state.global_step))
-
-        def on_train_begin(self, args, state, control, model=None, **_):
-            self.on_step_end(args, state, control, model)  # step 0: the start
+    def measure(model: SentenceTransformer, step: int) -> None:
+        for findings, task in asked.items():
+            values = query_values(task, dense(remembering(model))(task.queries, task.sentences))
+            found.append(values[values["metric"] == "mAP"].assign(findings=findings, step=step))
 
     for train, test in folds(profile, collection):
         asked = {"train": SentenceQueries.of(train), "kept aside": SentenceQueries.of(test)}
-        triplets.train_triplets(pipeline.starting_encoder(profile), train, config, callbacks=[Measured()])
+        callbacks = [triplets.OnTheWay(measure, points)]
+        triplets.train_triplets(pipeline.starting_encoder(profile), train, config, callbacks=callbacks)
+    return pd.concat(found, ignore_index=True)
+
+
+def tuning_on_the_way(profile: Profile, collection: str, tested: str, head_first: bool = False) -> pd.DataFrame:
+    """What MLM tuning on a collection makes of the encoder, with its `step`: the mAP of each query of another
+    collection, and its own task there, the masked-language-modelling `loss` on each sentence that `collection` lacks
+    (`search_id`: the sentence's place among these)."""
+    encoder, found = pipeline.starting_encoder(profile), []
+    task, own = SentenceQueries.of(test_entries(profile, tested)), said_in(profile, collection)
+    new = [sentence for sentence in said_in(profile, tested) if sentence not in set(own)]
+
+    def measure(model: Module, step: int) -> None:
+        values = query_values(task, dense(remembering(encoder))(task.queries, task.sentences))
+        loss = triplets.masked_loss(model, encoder.tokenizer, new)
+        at = pd.Index(new).get_indexer(loss.index).astype(str)
+        losses = pd.DataFrame({"search_id": at, "query_id": at, "query_type": "", "metric": "loss", "value": loss})
+        found.append(pd.concat([values[values["metric"] == "mAP"], losses]).assign(step=step))
+
+    triplets.tune_lm(encoder, own, profile.radiology.mlm, True, head_first, measure)
     return pd.concat(found, ignore_index=True)
 
 

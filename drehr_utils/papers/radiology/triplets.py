@@ -7,21 +7,24 @@ similar to the query; mega-batching (Wieting and Gimpel, 2018) looks for it in a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
+from torch.nn import Module
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     Trainer,
+    TrainerCallback,
 )
 from transformers.utils import logging
 
@@ -171,14 +174,33 @@ def lm_steps(sentences: int, config: TripletConfig) -> int:
     return min(steps, config.max_steps or steps)
 
 
+class OnTheWay(TrainerCallback):
+    """Calls `measure(model, step)` before the first step, at so many `points` of a training and after the last."""
+
+    def __init__(self, measure: Callable[[Module, int], None], points: int = 9):
+        self.measure, self.points = measure, points
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % -(-state.max_steps // self.points) == 0 or state.global_step == state.max_steps:
+            self.measure(model, state.global_step)
+
+    on_train_begin = on_step_end
+
+
 def tune_lm(
-    encoder: SentenceTransformer, sentences: Sequence[str], config: TripletConfig, progress: bool = True
+    encoder: SentenceTransformer,
+    sentences: Sequence[str],
+    config: TripletConfig,
+    progress: bool = True,
+    head_first: bool = False,
+    measure: Callable[[Module, int], None] | None = None,
 ) -> SentenceTransformer:
     """The baseline "BERT (fine-tuned)": masked language modelling on the sentences, no labels (§3.3, Appendix A); of a
     decoder, which predicts the next word, that.
 
-    A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place. A
-    decoder's is its table of tokens."""
+    A sentence encoder has lost its prediction head; a new one is trained along, on top of the encoder in place, or with
+    `head_first` before it as well, alone, for as many steps. A decoder's is its table of tokens. `measure`: OnTheWay's,
+    called with the language model when `encoder` has its weights."""
     ids = encoder.tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
     steps = lm_steps(len(ids), config)
     masked = type(encoder[0].auto_model.config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -191,15 +213,44 @@ def tune_lm(
         model = kind.from_pretrained(Path(folder, "start"), attn_implementation="eager")
         logging.set_verbosity(level)
         prepare_for_training(model, config)
-        trainer = Trainer(
-            model=model,
-            args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),
-            train_dataset=[{"input_ids": row} for row in ids],
-            data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, mlm=masked, seed=config.seed),
-        )
-        fit(trainer, progress)
-    body = getattr(model, model.base_model_prefix).state_dict()
-    missing = encoder[0].auto_model.load_state_dict(body, strict=False).missing_keys
+        body = getattr(model, model.base_model_prefix)
+
+        def measured(model: Module, step: int) -> None:
+            _take_weights(encoder, body)
+            measure(model, step)
+
+        for whole in (False, True) if head_first else (True,):
+            body.requires_grad_(whole)
+            trainer = Trainer(
+                model=model,
+                args=training_arguments(Path(folder), config, steps, **_settings(config, steps)),
+                train_dataset=[{"input_ids": row} for row in ids],
+                data_collator=DataCollatorForLanguageModeling(encoder.tokenizer, mlm=masked, seed=config.seed),
+                callbacks=[OnTheWay(measured)] if measure and whole else [],
+            )
+            fit(trainer, progress)
+    _take_weights(encoder, body)
+    return encoder
+
+
+def _take_weights(encoder: SentenceTransformer, body: Module) -> None:
+    missing = encoder[0].auto_model.load_state_dict(body.state_dict(), strict=False).missing_keys
     if any(not key.startswith("pooler") for key in missing):
         raise DataError(f"LM tuning: {missing[0]} is not in the language model; use an encoder of its family")
-    return encoder
+
+
+@torch.no_grad()
+def masked_loss(model: Module, tokenizer: Any, sentences: Sequence[str], seed: int = 0) -> pd.Series:
+    """A masked language model's loss on each sentence: the mean over its masked tokens, which the seed draws; without
+    those sentences in which none is masked."""
+    collate = DataCollatorForLanguageModeling(tokenizer, seed=seed)
+    ids = tokenizer(list(sentences), truncation=True, max_length=SENTENCE_TOKENS)["input_ids"]
+    training, losses = model.training, []
+    model.eval()
+    for start in range(0, len(ids), 64):
+        batch = collate([{"input_ids": row} for row in ids[start : start + 64]]).to(model.device)
+        labels = batch.pop("labels")
+        loss = torch.nn.functional.cross_entropy(model(**batch).logits.mT, labels, reduction="none")  # 0 if not masked
+        losses += (loss.sum(1) / (labels != -100).sum(1)).tolist()
+    model.train(training)
+    return pd.Series(losses, index=list(sentences)).dropna()

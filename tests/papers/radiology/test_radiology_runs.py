@@ -57,7 +57,7 @@ def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypat
     assert "radiology.csv" not in capsys.readouterr().out  # nothing is made twice
     with pytest.raises(SystemExit) as stop:
         runs.main(["--check"])
-    assert stop.value.code == 1 and capsys.readouterr().out.count("not there") == 6  # seed 2: A, B, Table 1
+    assert stop.value.code == 1 and capsys.readouterr().out.count("not there") == 8  # seed 2: A, B and MLM, Table 1
     assert (committed.read_bytes() if committed.exists() else None) == before
 
 
@@ -80,6 +80,7 @@ def test_what_is_watched_on_its_way_starts_and_ends_as_table_1_has_it(smoke):
 def test_without_its_weights_a_plain_start_is_left_out(smoke, capsys, monkeypatch):
     monkeypatch.setattr(weights, "locate", lambda name: None)
     monkeypatch.setattr(runs, "trainings", lambda *_: iter(()))  # which would choose the learning rate
+    monkeypatch.setattr(runs, "tunings", lambda _: iter(()))
     monkeypatch.setattr(runs, "tried_rates", lambda found: None)
     monkeypatch.setattr(systems, "chosen", lambda profile, config, tried: config)
     runs.main([])

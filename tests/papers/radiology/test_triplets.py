@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, DataCollatorForLanguageModeling
 
 from drehr_utils.config import TripletConfig
 from drehr_utils.errors import DataError
@@ -12,6 +12,8 @@ from drehr_utils.papers.radiology.retrieval import remembering, separations
 from drehr_utils.papers.radiology.triplets import (
     TripletSet,
     cosine_distance,
+    lm_steps,
+    masked_loss,
     mega_batches,
     sample_unmatched,
     train_triplets,
@@ -109,6 +111,42 @@ def test_mlm_tuning_changes_the_encoder_with_the_dropout_asked_for():
     assert np.isfinite(without).all()
     assert not np.allclose(without, encoders.encode(encoders.load_encoder("minilm"), sentences))
     assert not np.allclose(without, of_bert) and np.array_equal(default, of_bert)
+
+
+def test_mlm_tuning_on_its_way_begins_with_the_start_and_ends_with_what_it_returns():
+    """Trained first, the head alone leaves the encoder as it is, and guesses masked words better when that begins."""
+    sentences = [e.sentence for e in ENTRIES]
+    config = TripletConfig(batch_size=3, epochs=4, learning_rate=1e-3, dropout=0.0)
+    start, begun = encoders.encode(encoders.load_encoder("minilm"), sentences), {}
+    for head_first in (False, True):
+        encoder, seen = encoders.load_encoder("minilm"), {}
+
+        def measure(model, step, encoder=encoder, seen=seen):
+            said = encoders.encode(encoder, sentences)
+            seen[step] = said, masked_loss(model, encoder.tokenizer, sentences).mean()
+
+        tuned = tune_lm(encoder, sentences, config, False, head_first, measure)
+        steps = lm_steps(len(sentences), config)
+        assert list(seen)[0] == 0 and list(seen)[-1] == steps and len(seen) > 2
+        np.testing.assert_array_equal(seen[0][0], start)
+        np.testing.assert_array_equal(seen[steps][0], encoders.encode(tuned, sentences))
+        assert not np.allclose(seen[steps][0], start) and seen[steps][1] < seen[0][1]
+        begun[head_first] = seen[0][1]
+    assert begun[True] < begun[False]
+
+
+def test_the_loss_of_a_sentence_is_transformers_own():
+    model = AutoModelForMaskedLM.from_config(BertConfig(vocab_size=30522, hidden_size=8, num_hidden_layers=1,
+                                                        num_attention_heads=2, intermediate_size=8))  # fmt: skip
+    tokenizer, sentence = (
+        encoders.load_encoder("minilm").tokenizer,
+        "No pleural effusion or pneumothorax is seen today.",
+    )
+    batch = DataCollatorForLanguageModeling(tokenizer, seed=5)([tokenizer(sentence)])
+    model.eval()
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    assert masked_loss(model, tokenizer, [sentence], seed=5)[sentence] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_decoder_is_tuned_to_predict_the_next_word(decoder):
