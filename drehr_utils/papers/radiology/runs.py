@@ -135,7 +135,7 @@ def values(profile: Profile, training: Training, tests: Sequence[str] = ()) -> p
 def _encoder(profile: Profile, training: Training) -> SentenceTransformer:
     if training.config is None:
         return pipeline.starting_encoder(profile)
-    if training.system in TUNED:
+    if training.system in (MLM, LM):
         return systems.lm_tuned(profile, training.trained, training.config)
     return systems.sbert(profile, training.trained, training.config)
 

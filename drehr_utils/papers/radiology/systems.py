@@ -159,7 +159,8 @@ def tuning_on_the_way(profile: Profile, collection: str, tested: str, head_first
     (`search_id`: the sentence's place among these)."""
     encoder, found = pipeline.starting_encoder(profile), []
     task, own = SentenceQueries.of(test_entries(profile, tested)), said_in(profile, collection)
-    new = [sentence for sentence in said_in(profile, tested) if sentence not in set(own)]
+    known = set(own)
+    new = [sentence for sentence in said_in(profile, tested) if sentence not in known]
 
     def measure(model: Module, step: int) -> None:
         values = query_values(task, dense(remembering(encoder))(task.queries, task.sentences))
