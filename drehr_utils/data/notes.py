@@ -49,6 +49,7 @@ class ReadReport:
     kept: int = 0
     skipped: list[tuple[int, str, str]] = field(default_factory=list)  # (row, field, reason)
     unread: list[str] = field(default_factory=list)  # ids of notes that are there, and aren't text
+    placed: bool = False  # ids are places, paths in this folder or rows of this table: another may have the same
 
     def frame(self) -> pd.DataFrame:
         """One row for each reason: how many rows it cost, and where the first is."""
@@ -171,6 +172,7 @@ def read_any_notes(
     notes, report, seen, owners, alone = [], ReadReport(source.name), {}, set(), {}
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
         report.rows += 1
+        report.placed |= source.is_dir() or name.endswith(f"/{source.name}-row-{row}")
         if not (is_utf8(name) and is_utf8(owner)):
             raise DataError(f"{short_name(source)}, row {row}: note id or patient has bytes that are not UTF-8")
         if name in seen:

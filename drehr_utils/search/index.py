@@ -55,6 +55,7 @@ EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 400, 2000
 CODED = 4  # numbers of a vector that one byte stands for
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 TRAINING_LOCK = ".training.lock"  # in a folder of `drehr-search train`; not the name of an index's own lock
+_PLACES = "places.json"  # the folders and tables whose notes have no ids but their places there
 _UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
@@ -178,10 +179,13 @@ class NoteIndex:
         progress: bool = True,
         workers: int = 0,
         unread: Sequence[str] = (),
+        placed_in: Path | None = None,
     ) -> Update:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more but for
         `unread`, the ids of notes that are there still and couldn't be read.
 
+        placed_in: the folder or table in which the notes' ids are places. Another one's notes would replace those of
+        the same places: a DataError, while the first is still where it was.
         workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a
         DataError, as is a full disk. What was killed goes on with the next call."""
         unfinished = self.folder / _UNFINISHED
@@ -196,6 +200,8 @@ class NoteIndex:
                 raise DataError(f"notes: number {place} has an id that comes again; note ids must be unique")
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = sorted(known.keys() - digests.keys() - set(unread))
+            if placed_in:
+                self._remember(placed_in, sum(note.note_id in known for note in wanted))
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
@@ -218,6 +224,18 @@ class NoteIndex:
                 unfinished.unlink()
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
+
+    def _remember(self, place: Path, changed: int) -> None:
+        path, here = self.folder / _PLACES, str(place.absolute())
+        known = json.loads(path.read_bytes()) if path.exists() else []
+        if here in known:
+            return
+        if changed and (other := next((one for one in known if Path(one).exists()), None)):
+            raise DataError(
+                f"{place.name}: {changed} of its notes would replace those of the same paths or rows in {other}; give "
+                "tables a column of ids, index one folder above both, or name another index"
+            )
+        files.write_atomically(path, json.dumps([*known, here]).encode())
 
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""

@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drehr_utils.data.notes import Note, find_table, read_any_notes
+from drehr_utils.data.notes import Note, ReadReport, find_table, read_any_notes
 from drehr_utils.errors import DataError
 from drehr_utils.files import disk_fault, hide_messages, is_utf8
 from drehr_utils.profiles import ROOT, load_profile
@@ -54,8 +54,8 @@ def hybrid_of(model: str | Path = SHIPPED) -> Hybrid:
     return Hybrid.load(model, None if whole else vocabularies.build_open_kg(load_profile("open").open_kg))
 
 
-def read(options: argparse.Namespace) -> tuple[list[Note], list[str]]:
-    """The notes, and the ids of those that are there and couldn't be read; says which were skipped."""
+def read(options: argparse.Namespace) -> tuple[list[Note], ReadReport]:
+    """The notes, and the report, of which it prints what was skipped."""
     notes, report = read_any_notes(options.notes, options.text_column, options.id_column, options.patient_column)
     files = options.notes.is_dir() and not find_table(options.notes, "discharge", "NOTEEVENTS")
     found: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def read(options: argparse.Namespace) -> tuple[list[Note], list[str]]:
         print(f"skipped: {reason}: {len(at)} ({', '.join(at[:NAMED])}{more})", file=sys.stderr)
     if report.unread:
         print("save them as UTF-8; until then the index keeps what it has of them", file=sys.stderr)
-    return notes, report.unread
+    return notes, report
 
 
 def train(options: argparse.Namespace) -> None:
@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def make_index(options: argparse.Namespace) -> None:
-    notes, unread = read(options)
+    notes, report = read(options)
     from drehr_utils.search.index import NoteIndex, is_new
 
     if is_new(options.index):
@@ -97,7 +97,8 @@ def make_index(options: argparse.Namespace) -> None:
         index = NoteIndex.open(options.index)
         if options.no_windows and index.hybrid.weights.windows:
             raise DataError(f"{options.index.name}/: has windows already; name a new folder, or leave --no-windows out")
-    done = index.update(notes, options.remove_gone, workers=options.workers or 0, unread=unread)
+    more = {"unread": report.unread, "placed_in": options.notes if report.placed else None}
+    done = index.update(notes, options.remove_gone, workers=options.workers or 0, **more)
     gone = f", {done.gone} {'removed' if options.remove_gone else 'no longer there: --remove-gone removes them'}"
     print(
         f"{options.index}/: {done.new} notes added, {done.changed} changed, {done.unchanged} as they were"

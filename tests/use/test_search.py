@@ -269,6 +269,42 @@ def test_bad_notes_are_named_and_no_traceback_is_shown(make, said, tmp_path, cap
     assert not (tmp_path / "index").exists()
 
 
+def test_notes_of_another_folder_or_table_do_not_replace_those_of_the_same_place(folder, model, tmp_path, capsys):
+    def index(notes, name, *more):
+        search.main(["index", str(notes), "--index", str(tmp_path / name), *more])
+        return capsys.readouterr().out
+
+    other = tmp_path / "ward/notes"
+    shutil.copytree(folder, other)
+    assert "3 notes added" in index(folder, "index", "--model", str(model))
+    assert "3 as they were" in index(other, "index")  # a copy replaces nothing
+    tables = [tmp_path / place / "2020/all.csv" for place in ("east", "west")]
+    for table in tables:
+        table.parent.mkdir(parents=True)
+        table.write_text(f"text\nSOB of {table}\n")
+    assert "1 notes added" in index(tables[0], "rows", "--model", str(model))
+    (tmp_path / "third/ann").mkdir(parents=True)
+    (tmp_path / "third/ann/1.txt").write_text("Another Ann.")
+    for notes, name, said in (
+        (
+            tmp_path / "third",
+            "index",
+            f"third: 1 of its notes would replace those of the same paths or rows in {folder};",
+        ),
+        (tables[1], "rows", f"all.csv: 1 of its notes would replace those of the same paths or rows in {tables[0]};"),
+    ):
+        before = NoteIndex.open(tmp_path / name).notes()
+        with pytest.raises(SystemExit):
+            index(notes, name)
+        assert said in capsys.readouterr().err and NoteIndex.open(tmp_path / name).notes() == before
+    shutil.move(tables[0], tables[1])  # the same table, in another place
+    tables[1].write_text("text\nSOB corrected\n")
+    assert "0 notes added, 1 changed" in index(tables[1], "rows")
+    for table, number in zip(tables, (7, 8), strict=True):
+        table.write_text(f"text,note_id\nSOB of {table},{number}\n")
+        assert "1 notes added" in index(table, "ids", *(() if number == 8 else ("--model", str(model))))
+
+
 def test_an_index_keeps_its_model(folder, model, tmp_path, capsys):
     command = ["index", str(folder), "--model", str(model), "--index", str(tmp_path / "index")]
     search.main(command)
