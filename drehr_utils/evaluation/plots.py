@@ -143,13 +143,13 @@ def loss_curve_plot(histories: Mapping[str, pd.DataFrame], smooth: int) -> Figur
     return fig
 
 
-def steps_plot(curves: Mapping[str, pd.DataFrame], ylabel: str, columns: int = 4) -> Figure:
+def steps_plot(curves: Mapping[str, pd.DataFrame], ylabel: str, columns: int = 4, sharex: bool = True) -> Figure:
     """A panel for each of `curves`: what was measured (a column each) by `step`; where it began is a dotted line."""
     measures = [c for c in next(iter(curves.values())) if c != "step"]
     columns = min(columns, len(curves))
     down = math.ceil(len(curves) / columns)
     size = (DOUBLE_COLUMN, 0.5 + 1.4 * down)
-    fig, axes = plt.subplots(down, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    fig, axes = plt.subplots(down, columns, figsize=size, sharex=sharex, sharey=True, squeeze=False)
     for ax, (name, curve) in zip(axes.flat, curves.items(), strict=False):
         for measure, colour, marker in zip(measures, PALETTE, "os^D", strict=False):
             ax.plot(curve["step"], curve[measure], color=colour, marker=marker, markersize=3, label=measure)

@@ -108,6 +108,19 @@ class Curve(TrainerCallback):
             files.write_atomically(path, table.to_csv(index=False).encode())
 
 
+class OnTheWay(TrainerCallback):
+    """Calls `measure(model, step)` before the first step, at so many `points` of a training and after the last."""
+
+    def __init__(self, measure: Callable[[torch.nn.Module, int], None], points: int = 9):
+        self.measure, self.points = measure, points
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % -(-state.max_steps // self.points) == 0 or state.global_step == state.max_steps:
+            self.measure(model, state.global_step)
+
+    on_train_begin = on_step_end
+
+
 class ScheduledTrainer(Trainer):
     """transformers' Trainer over a fixed schedule of batches, its `train_dataset`; `loss` is a scalar of the model and
     a collated batch."""

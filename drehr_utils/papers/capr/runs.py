@@ -7,11 +7,13 @@
 data/runs/capr.csv.gz has a row a system, task, search and metric: each query's recalls (numbers, no text), what wrong
 first passages share with their queries (§4.5), and training's losses, by step. A training that was cut off goes on from
 its last checkpoint: start it in a clone of its own, where no edit makes it another, and copy data/runs from there.
+capr_steps.csv.gz has the recalls on the way of WATCHED's second trainings; one that was cut off begins again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
@@ -24,7 +26,8 @@ from drehr_utils.papers.capr.models import ContextualDocumentVectors
 from drehr_utils.profiles import Profile
 from drehr_utils.training import encoders
 
-RECORD = Record("runs/capr.csv.gz")
+RECORD, STEPS = Record("runs/capr.csv.gz"), Record("runs/capr_steps.csv.gz")
+WATCHED, SECOND = (systems.CDV, systems.CDV_FINETUNE, systems.BI, systems.POLY), 1  # and the second trainings' seed
 ALL_ROWS = (*systems.TRAINED, *systems.TRIED, systems.WHOLE_START, systems.WHOLE)
 TRAINING, ALL = "training", "all"  # the task of losses; the search of what is about all of a task's searches
 SAVE_STEPS = 100  # a checkpoint of two encoders is half a gigabyte
@@ -107,9 +110,21 @@ def budgets(profile: Profile) -> pd.DataFrame:
     return rows.loc[recorded(profile), ["steps", "pairs", "minutes", "date", "machine"]]
 
 
+def steps(profile: Profile) -> dict[str, pd.DataFrame]:
+    """WATCHED's systems.on_the_way, where they are recorded."""
+    rows = STEPS.read(profile) if profile.short else pd.DataFrame()
+    parts = dict(list(rows.groupby("system"))) if len(rows) else {}
+    return {name: parts[name] for name in WATCHED if name in parts}
+
+
 def stale(profile: Profile) -> list[str]:
-    """The systems that the record lacks, or has of another recipe or other data than now."""
-    return sum((RECORD.fault(profile, {"system": name}, digest(profile, name)) for name in ALL_ROWS), [])
+    """The systems that the records lack, or have of another recipe or other data than now."""
+    rows = [(RECORD, {"system": name}) for name in ALL_ROWS] + [(STEPS, _second(name)) for name in WATCHED]
+    return sum((record.fault(profile, key, digest(profile, key["system"])) for record, key in rows), [])
+
+
+def _second(name: str) -> dict[str, str | int]:
+    return {"system": name, "seed": SECOND}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,6 +139,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.only:
         made_of, make = digest(profile, name), lambda name=name: measured(profile, name)
         RECORD.add(profile, {"system": name}, make, remake=options.remake, digest=made_of)
+    for name in (name for name in WATCHED if name in options.only):
+        make = partial(systems.on_the_way, profile, name, SECOND)
+        STEPS.add(profile, _second(name), make, options.remake, digest(profile, name))
 
 
 if __name__ == "__main__":

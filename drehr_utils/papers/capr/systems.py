@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,23 +234,31 @@ def train(model: nn.Module, labelled: Sequence[Passage], config: StageConfig, ou
     return trainer.train(model, schedule, pairs, loss, config, output, **options)[["step", "loss"]]
 
 
+def start_of(profile: Profile, name: str, others: Sequence[Passage] = ()) -> tuple[nn.Module, str]:
+    """The model that a system's training goes on from, an untrained one or that of the system it comes `after`, and the
+    key of what made that one, or ""."""
+    system, key = profile.capr.system(name), ""
+    model = build(profile, system, others)
+    if system.after is not None:
+        first, _, key = trained_model(profile, system.after, others)
+        model.load_state_dict(first.state_dict())
+    return model, key
+
+
 def trained_model(
     profile: Profile, name: str, others: Sequence[Passage] = ()
 ) -> tuple[nn.Module, pd.DataFrame | None, str]:
     """A system's model, trained where its weights aren't in the cache; its loss curve; and the key of what made it.
     `others`: labelled passages to learn from in place of the notes'."""
     system, size = profile.capr.system(name), profile.capr
-    model = build(profile, system, others)
+    model, first_key = start_of(profile, name, others)
     labelled, made_of = (others, _digest(others)) if others else training_passages(profile)
     start = encoders.identity(system.encoder or profile.encoder)
     lengths = [size.passage_tokens, size.query_tokens, *([size.word_buckets] if name == CDV_FASTTEXT else [])]
     key = artifacts.digest(build, train, system, start, profile.pooling, profile.seed, lengths, made_of)
     if system.config is None:
         return model, None, key
-    if system.after is not None:
-        first, _, first_key = trained_model(profile, system.after, others)
-        key = artifacts.digest(key, first_key)
-        model.load_state_dict(first.state_dict())
+    key = artifacts.digest(key, first_key) if first_key else key
     folder = profile.cache / "capr" / f"{system.kind}-{key}"
     work = profile.cache / "checkpoints" / f"capr-{folder.name}"
 
@@ -262,6 +271,24 @@ def trained_model(
     artifacts.remove(work)
     safetensors.torch.load_model(model, folder / "model.safetensors")
     return model.eval(), pd.read_csv(folder / "loss.csv"), key
+
+
+def on_the_way(profile: Profile, name: str, seed: int, points: int = 10) -> pd.DataFrame:
+    """medquad.recall_values of a system on the way of a training with `seed` (of its batches and queries), on the tasks
+    of the notes, with `task` and `step` (0: what it goes on from)."""
+    found, config = [], replace(profile.capr.system(name).config, seed=seed)
+    asked_of = {task: asked for task, asked in tasks(profile, name).items() if task != MEDQUAD}
+
+    def measure(model: nn.Module, step: int) -> None:
+        for task, asked in asked_of.items():
+            scores = candidate_scores(model, [*asked.data.queries.values()], asked.pool, asked.candidates)
+            values = medquad.recall_values(asked.data, asked.candidates, scores)
+            found.append(values.assign(task=task, step=step))
+
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [trainer.OnTheWay(measure, points)]
+        train(start_of(profile, name)[0], training_passages(profile)[0], config, Path(folder), callbacks=callbacks)
+    return pd.concat(found, ignore_index=True)
 
 
 def candidate_scores(

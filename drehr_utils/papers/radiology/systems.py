@@ -35,6 +35,7 @@ from drehr_utils.papers.radiology.retrieval import (
 )
 from drehr_utils.profiles import Profile, cached_by
 from drehr_utils.training import encoders, weights
+from drehr_utils.training.trainer import OnTheWay
 
 OPEN, IU = ("A", "B"), "IU X-ray"
 PLAIN = "SmolLM2"  # a language model: it never learnt to embed, as the paper's BERTs had not
@@ -148,7 +149,7 @@ def on_the_way(profile: Profile, collection: str, config: TripletConfig, points:
 
     for train, test in folds(profile, collection):
         asked = {"train": SentenceQueries.of(train), "kept aside": SentenceQueries.of(test)}
-        callbacks = [triplets.OnTheWay(measure, points)]
+        callbacks = [OnTheWay(measure, points)]
         triplets.train_triplets(pipeline.starting_encoder(profile), train, config, callbacks=callbacks)
     return pd.concat(found, ignore_index=True)
 

@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerCallback,
 )
 from transformers.utils import logging
 
@@ -33,7 +32,7 @@ from drehr_utils.errors import DataError
 from drehr_utils.papers.radiology.entries import Entry
 from drehr_utils.training import encoders
 from drehr_utils.training.encoders import embed_buckets, token_buckets
-from drehr_utils.training.trainer import fit, prepare_for_training, train, training_arguments
+from drehr_utils.training.trainer import OnTheWay, fit, prepare_for_training, train, training_arguments
 
 SENTENCE_TOKENS = 48
 
@@ -172,19 +171,6 @@ def train_triplets(
 def lm_steps(sentences: int, config: TripletConfig) -> int:
     steps = max(1, config.epochs * sentences // config.batch_size)
     return min(steps, config.max_steps or steps)
-
-
-class OnTheWay(TrainerCallback):
-    """Calls `measure(model, step)` before the first step, at so many `points` of a training and after the last."""
-
-    def __init__(self, measure: Callable[[Module, int], None], points: int = 9):
-        self.measure, self.points = measure, points
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        if state.global_step % -(-state.max_steps // self.points) == 0 or state.global_step == state.max_steps:
-            self.measure(model, state.global_step)
-
-    on_train_begin = on_step_end
 
 
 def tune_lm(

@@ -45,6 +45,21 @@ def test_what_is_recorded_is_what_was_measured(smoke):
     config = smoke.capr.system(systems.CDV).config
     assert (steps, pairs) == (config.max_steps, config.max_steps * config.batch_size)
     assert len(runs.curve(smoke, systems.CDV)) == config.max_steps
+    assert runs.steps(smoke)[systems.CDV]["step"].max() == config.max_steps
+
+
+def test_what_is_measured_on_the_way_starts_and_ends_as_the_systems_do(smoke):
+    config = smoke.capr.system(systems.CDV_FINETUNE).config
+    found = systems.on_the_way(smoke, systems.CDV_FINETUNE, config.seed, points=2)
+    last = config.max_steps
+    assert sorted(found["step"].unique()) == [0, *range(1, last + 1)]
+    for task in (systems.HELD_OUT, systems.OTHER_NAMES):
+        asked = systems.tasks(smoke, systems.CDV_FINETUNE)[task]
+        for step, name in ((0, systems.CDV), (last, systems.CDV_FINETUNE)):
+            scores = systems.scored(smoke, name, task, *asked)
+            own = medquad.recall_values(asked.data, asked.candidates, scores)
+            shown = found[(found["task"] == task) & (found["step"] == step)]
+            pd.testing.assert_frame_equal(shown[own.columns].reset_index(drop=True), own, check_dtype=False)
 
 
 def test_rows_are_made_once_and_known_when_out_of_date(smoke, monkeypatch):
@@ -54,9 +69,8 @@ def test_rows_are_made_once_and_known_when_out_of_date(smoke, monkeypatch):
     assert [line for line in runs.stale(smoke) if "not there" not in line] == []
     with monkeypatch.context() as patch:
         patch.setattr(systems, "training_passages", lambda profile: ([], "other passages"))
-        assert [line.split(":")[0] for line in runs.stale(smoke) if "not there" not in line] == [
-            f"system {systems.CDV}"
-        ]
+        changed = [line.split(":")[0] for line in runs.stale(smoke) if "not there" not in line]
+        assert changed == [f"system {systems.CDV}", f"system {systems.CDV}, seed 1"]
 
 
 @pytest.mark.slow
