@@ -169,10 +169,10 @@ def read_any_notes(
     source = Path(source)
     if source.is_dir() and find_table(source, "discharge", "NOTEEVENTS") or _is_noteevents(source):
         return read_notes(source)
-    notes, report, seen, owners, alone = [], ReadReport(source.name), {}, set(), {}
+    notes, report, seen, owners, alone = [], ReadReport(source.name, placed=source.is_dir()), {}, set(), {}
     for row, field_name, name, owner, content in _own_rows(source, text.lower(), note_id.lower(), patient.lower()):
         report.rows += 1
-        report.placed |= source.is_dir() or name.endswith(f"/{source.name}-row-{row}")
+        report.placed |= name.endswith(f"/{source.name}-row-{row}")
         if not (is_utf8(name) and is_utf8(owner)):
             raise DataError(f"{short_name(source)}, row {row}: note id or patient has bytes that are not UTF-8")
         if name in seen:

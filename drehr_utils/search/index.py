@@ -227,13 +227,16 @@ class NoteIndex:
 
     def _remember(self, place: Path, changed: int) -> None:
         path, here = self.folder / _PLACES, str(place.absolute())
-        known = json.loads(path.read_bytes()) if path.exists() else []
-        if here in known:
+        with files.naming(path, "delete it"):
+            known = json.loads(path.read_bytes()) if path.exists() else []
+        there = [one for one in known if Path(one).exists()]
+        if here in known or any(place.samefile(one) for one in there):  # by a link, or a path with ".."
             return
-        if changed and (other := next((one for one in known if Path(one).exists()), None)):
+        if changed and there:
             raise DataError(
-                f"{place.name}: {changed} of its notes would replace those of the same paths or rows in {other}; give "
-                "tables a column of ids, index one folder above both, or name another index"
+                f"{place.absolute().name}: {changed} of its notes would replace those of the same paths or rows in "
+                f"{there[0]}; if they are newer ones of the same, move that away; else give tables a column of ids, "
+                "index one folder above both, or name another index"
             )
         files.write_atomically(path, json.dumps([*known, here]).encode())
 

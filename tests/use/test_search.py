@@ -277,6 +277,11 @@ def test_notes_of_another_folder_or_table_do_not_replace_those_of_the_same_place
     other = tmp_path / "ward/notes"
     shutil.copytree(folder, other)
     assert "3 notes added" in index(folder, "index", "--model", str(model))
+    (folder / "b.txt").write_text("Ankle sprain, better.")
+    (tmp_path / "link").symlink_to(folder)
+    assert "1 changed" in index(tmp_path / "link", "index")
+    (folder / "b.txt").write_text("Ankle sprain.")
+    assert "1 changed" in index(folder / "ann/..", "index")
     assert "3 as they were" in index(other, "index")  # a copy replaces nothing
     tables = [tmp_path / place / "2020/all.csv" for place in ("east", "west")]
     for table in tables:
