@@ -20,7 +20,7 @@ import os
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -55,7 +55,7 @@ EXACT_UP_TO, PARTITION, PROBES, REFINED = 200_000, 8192, 400, 2000
 CODED = 4  # numbers of a vector that one byte stands for
 _TABLE, _HYBRID, _GRAPH, _WORDS = "chunks", "hybrid", "graph.json", "words.json.gz"
 TRAINING_LOCK = ".training.lock"  # in a folder of `drehr-search train`; not the name of an index's own lock
-_PLACES = "places.json"  # the folders and tables whose notes have no ids but their places there
+_PLACES = "places.json"  # folders and tables whose notes have no ids but their places there, and these ids
 _UNFINISHED = ".unfinished"  # is there from an update's first commit until what it deleted is off the disk
 _TEXTS = ("id", "note_id", "patient", "note_digest", "text")
 
@@ -201,7 +201,7 @@ class NoteIndex:
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = sorted(known.keys() - digests.keys() - set(unread))
             if placed_in:
-                self._remember(placed_in, sum(note.note_id in known for note in wanted))
+                self._remember(placed_in, digests, known.keys() & {note.note_id for note in wanted})
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
@@ -225,20 +225,25 @@ class NoteIndex:
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
 
-    def _remember(self, place: Path, changed: int) -> None:
+    def _remember(self, place: Path, given: Iterable[str], replaced: Set[str]) -> None:
+        """Whose the ids `given` are: the first place's that gave them, while it is there. DataError where that is
+        another one's and the note would be `replaced`."""
         path, here = self.folder / _PLACES, str(place.absolute())
         with files.naming(path, "delete it"):
-            known = json.loads(path.read_bytes()) if path.exists() else []
-        there = [one for one in known if Path(one).exists()]
-        if here in known or any(place.samefile(one) for one in there):  # by a link, or a path with ".."
-            return
-        if changed and there:
-            raise DataError(
-                f"{place.absolute().name}: {changed} of its notes would replace those of the same paths or rows in "
-                f"{there[0]}; if they are newer ones of the same, move that away; else give tables a column of ids, "
-                "index one folder above both, or name another index"
-            )
-        files.write_atomically(path, json.dumps([*known, here]).encode())
+            known = {one: set(ids) for one, ids in dict(json.loads(path.read_bytes())).items()} if path.exists() else {}
+        there = {one: ids for one, ids in known.items() if Path(one).exists()}
+        own = [one for one in there if place.samefile(one)]  # by a link, too, or a path with ".."
+        others = {one: ids for one, ids in there.items() if one not in own}
+        for one, ids in others.items():
+            if taken := ids & replaced:
+                raise DataError(
+                    f"{place.absolute().name}: {len(taken)} of its notes would replace those of the same paths or rows "
+                    f"in {one}; if they are newer ones of the same, move that away; else give tables a column of ids, "
+                    "index one folder above both, or name another index"
+                )
+        mine = set(given).union(*(there[one] for one in own)).difference(*others.values())
+        owners = {one: sorted(ids) for one, ids in (others | {own[0] if own else here: mine}).items()}
+        files.write_atomically(path, json.dumps(owners).encode())
 
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""

@@ -283,6 +283,7 @@ def test_notes_of_another_folder_or_table_do_not_replace_those_of_the_same_place
     (folder / "b.txt").write_text("Ankle sprain.")
     assert "1 changed" in index(folder / "ann/..", "index")
     assert "3 as they were" in index(other, "index")  # a copy replaces nothing
+    (other / "b.txt").write_text("Another ankle.")  # both folders are known
     tables = [tmp_path / place / "2020/all.csv" for place in ("east", "west")]
     for table in tables:
         table.parent.mkdir(parents=True)
@@ -295,6 +296,11 @@ def test_notes_of_another_folder_or_table_do_not_replace_those_of_the_same_place
             tmp_path / "third",
             "index",
             f"third: 1 of its notes would replace those of the same paths or rows in {folder};",
+        ),
+        (
+            other,
+            "index",
+            f"notes: 1 of its notes would replace those of the same paths or rows in {folder};",
         ),
         (tables[1], "rows", f"all.csv: 1 of its notes would replace those of the same paths or rows in {tables[0]};"),
     ):

@@ -38,7 +38,7 @@ HEAD_FIRST = "MiniLM (MLM-tuned, head first)"
 TUNED = (MLM, LM, HEAD_FIRST)  # on a collection's sentences
 NOTHING, FOLDS = "nothing", "folds of "  # what a system was trained on, beside a collection's name
 TRAIN_OF = {"A": "B", "B": "A", IU: "A"}  # tested -> trained, where a table's row doesn't say another one
-SEEDS = (1, 2)  # beside 0, of Table 1's rows and the models of A and B (SBERT, the tuned) that Tables 2 to 4 test
+SEEDS = (1, 2)  # beside 0, of Table 1's rows and the models (SBERT, the tuned) that Tables 2 to 4 test
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Training:
 def trainings(
     profile: Profile, seeds: tuple[int, ...] = (), tried: Callable[[], pd.DataFrame] | None = None
 ) -> Iterator[Training]:
-    """All of Tables 1 to 4, what matters most first, and again with `seeds` Table 1's rows and what Tables 2 to 4 test
-    of the open collections.
+    """All of Tables 1 to 4, what matters most first, and again with `seeds` Table 1's rows and the models that Tables
+    2 to 4 test.
 
     `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search);
-    where it is given, the rows that would have chosen another one are trained on IU X-ray at theirs, too."""
+    where it is given, the rows that would have chosen another one are trained at theirs, too."""
     sizes, here = profile.radiology, systems.collections(profile)
     rows = dict.fromkeys(("A", *([IU] if IU in here else [])), sizes.table1)
     yield from (Training(system, NOTHING) for system in (BM25, pipeline.START))
@@ -77,7 +77,7 @@ def trainings(
     yield from (Training(row.label, FOLDS + "A", row) for row in rows["A"] if row not in search)
     if IU in here:
         yield Training(SBERT, IU, best)
-    yield from (Training(SBERT, c, replace(best, seed=seed)) for seed in seeds for c in OPEN)
+    yield from (Training(SBERT, c, replace(best, seed=seed)) for seed in seeds for c in here)
     yield from (Training(MLM, c, replace(sizes.mlm, seed=seed)) for seed in seeds for c in OPEN)
     yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in rows["A"])
     check = [config for row in others for config in row if config not in rows["A"]]
@@ -85,8 +85,10 @@ def trainings(
     of_iu = [(seed, row) for seed in (0, *seeds) for row in rows.get(IU, ())]
     yield from (Training(row.label, FOLDS + IU, replace(row, seed=seed)) for seed, row in of_iu)
     own = own_rates(tried()) if tried else {}
-    at_own = [replace(row, learning_rate=float(own[row.label])) for row in rows.get(IU, ()) if row.label in own]
-    yield from (Training(row.label, FOLDS + IU, row) for row in at_own if row not in rows[IU])
+    at_own = [replace(row, learning_rate=float(own[row.label])) for row in rows["A"] if row.label in own]
+    at_own = [row for row in at_own if row not in rows["A"]]
+    yield from (Training(row.label, FOLDS + IU, row) for row in at_own if IU in here)
+    yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in at_own)
 
 
 def from_plain(
