@@ -184,8 +184,8 @@ class NoteIndex:
         """Adds the notes that are new or changed, and removes, if asked, those that aren't given any more but for
         `unread`, the ids of notes that are there still and couldn't be read.
 
-        placed_in: the folder or table in which the notes' ids are places. Another one's notes would replace those of
-        the same places: a DataError, while the first is still where it was.
+        placed_in: the folder or table in which the notes' ids are places. Another one's notes aren't gone, and would be
+        replaced by those of the same places: a DataError. Both while that one is still where it was.
         workers: so many processes of Ray encode what is new (search.index_ray). A second writer at the same time is a
         DataError, as is a full disk. What was killed goes on with the next call."""
         unfinished = self.folder / _UNFINISHED
@@ -199,9 +199,9 @@ class NoteIndex:
                 place = next(place for place, note in enumerate(notes, 1) if at[note.note_id] != place)
                 raise DataError(f"notes: number {place} has an id that comes again; note ids must be unique")
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
-            gone = sorted(known.keys() - digests.keys() - set(unread))
+            gone = known.keys() - digests.keys() - set(unread)
             if placed_in:
-                self._remember(placed_in, digests, known.keys() & {note.note_id for note in wanted})
+                gone -= self._remember(placed_in, digests, known.keys() & {note.note_id for note in wanted})
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
@@ -217,7 +217,7 @@ class NoteIndex:
                     self._add(some)
                     bar.update(len(some))
             if remove_gone:
-                for some in _batches(gone, 1000):
+                for some in _batches(sorted(gone), 1000):
                     self.table.delete(_is_in("note_id", some))
             if unfinished.exists():
                 self._finish()
@@ -225,9 +225,9 @@ class NoteIndex:
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
 
-    def _remember(self, place: Path, given: Iterable[str], replaced: Set[str]) -> None:
-        """Whose the ids `given` are: the first place's that gave them, while it is there. DataError where that is
-        another one's and the note would be `replaced`."""
+    def _remember(self, place: Path, given: Iterable[str], replaced: Set[str]) -> set[str]:
+        """The ids of other places than this one: an id is the first place's that gave it, while that is there.
+        DataError where one of the notes that would be `replaced` is another place's."""
         path, here = self.folder / _PLACES, str(place.absolute())
         with files.naming(path, "delete it"):
             known = {one: set(ids) for one, ids in dict(json.loads(path.read_bytes())).items()} if path.exists() else {}
@@ -241,9 +241,11 @@ class NoteIndex:
                     f"in {one}; if they are newer ones of the same, move that away; else give tables a column of ids, "
                     "index one folder above both, or name another index"
                 )
-        mine = set(given).union(*(there[one] for one in own)).difference(*others.values())
+        elsewhere = set().union(*others.values())
+        mine = set(given).union(*(there[one] for one in own)) - elsewhere
         owners = {one: sorted(ids) for one, ids in (others | {own[0] if own else here: mine}).items()}
         files.write_atomically(path, json.dumps(owners).encode())
+        return elsewhere
 
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""

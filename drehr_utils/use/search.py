@@ -83,7 +83,12 @@ def train(options: argparse.Namespace) -> None:
 
 
 def make_index(options: argparse.Namespace) -> None:
-    notes, report = read(options)
+    try:
+        notes, report = read(options)
+    except DataError as error:
+        if options.remove_gone and options.index.is_dir():
+            raise DataError(f"{error}; nothing was removed (an index's last notes go with its folder)") from None
+        raise
     from drehr_utils.search.index import NoteIndex, is_new
 
     if is_new(options.index):

@@ -284,6 +284,10 @@ def test_notes_of_another_folder_or_table_do_not_replace_those_of_the_same_place
     assert "1 changed" in index(folder / "ann/..", "index")
     assert "3 as they were" in index(other, "index")  # a copy replaces nothing
     (other / "b.txt").write_text("Another ankle.")  # both folders are known
+    (tmp_path / "fourth").mkdir()
+    (tmp_path / "fourth/d.txt").write_text("Wrist pain.")
+    said = index(tmp_path / "fourth", "index", "--remove-gone")
+    assert "1 notes added, 0 changed, 0 as they were; 4 chunks" in said  # the first folder's aren't gone
     tables = [tmp_path / place / "2020/all.csv" for place in ("east", "west")]
     for table in tables:
         table.parent.mkdir(parents=True)
@@ -330,6 +334,11 @@ def test_an_index_keeps_its_model(folder, model, tmp_path, capsys):
     (folder / "b.txt").unlink()
     search.main([*command[:2], *command[4:], "--remove-gone"])
     assert "0 notes added, 0 changed, 2 as they were, 1 removed; 2 chunks" in capsys.readouterr().out
+    for note in [*folder.rglob("*.txt")]:
+        note.unlink()
+    with pytest.raises(SystemExit):
+        search.main([*command[:2], *command[4:], "--remove-gone"])
+    assert "nothing was removed (an index's last notes go with its folder)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
