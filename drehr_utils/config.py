@@ -183,7 +183,7 @@ class CaprSizes:
     other_names: int = 1000  # queries by another name of the passage's entity
     costly_names: int = 150  # the part of them for the Cross-encoder
     latency_passages: tuple[int, ...] = (16, 64, 256, 1024)
-    latency_limit: int = 256  # for the Cross-encoder
+    latency_limit: int = 256  # for the Cross-encoder, which is timed at the fewest passages in any case
     passage_rows: int | None = None  # training passages, the first so many (None: all)
     word_buckets: int = 2_000_000  # of FastText's n-grams, each a vector: 2.4 GB
 

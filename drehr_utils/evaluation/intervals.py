@@ -157,7 +157,7 @@ def result_rows(
     seeds, clusters = _matrix(values, metrics)
     matrix = seeds.mean(axis=1)
     draws = bootstrap_means(seeds.reshape(len(seeds), -1), resampling, **clusters)
-    low, high = percentile_interval(_over_seeds(draws.reshape(len(draws), *seeds.shape[1:]), resampling.seed))
+    low, high = percentile_interval(over_seeds(draws.reshape(len(draws), *seeds.shape[1:]), resampling.seed))
     p = differences = np.full(len(metrics), np.nan)
     if start is not None:
         if set(start["search_id"]) != set(values["search_id"]):
@@ -176,13 +176,21 @@ def gain_rows(
     """What a system gains on `start`, the values of another on the same searches, as result_rows: `ours` is the mean
     difference, `low` and `high` its paired 95% bootstrap interval, `p` the paired randomization test's. Trainings are
     paired by seed where both systems have the same ones, else compared with the mean over those of `start`."""
+    try:
+        differences = gained(values, start)
+    except ValueError as error:
+        raise ValueError(f"{name}, {setting} {group}: {error}") from None
+    return result_rows(name, setting, group, differences, resampling, differences.assign(value=0.0))
+
+
+def gained(values: pd.DataFrame, start: pd.DataFrame) -> pd.DataFrame:
+    """`values` less those of `start` on the same searches, trainings paired as gain_rows says."""
     if "seed" in start and ("seed" not in values or set(values["seed"]) != set(start["seed"])):
         start = start.groupby([c for c in start if c not in ("seed", "value")], as_index=False)["value"].mean()
     paired = values.merge(start, on=[c for c in start if c != "value"], suffixes=("", " of start"))
     if len(paired) != len(values) or set(values["search_id"]) != set(start["search_id"]):
-        raise ValueError(f"{name}, {setting} {group}: start has other searches; measure both on one benchmark")
-    differences = paired.assign(value=paired["value"] - paired["value of start"])
-    return result_rows(name, setting, group, differences, resampling, differences.assign(value=0.0))
+        raise ValueError("start has other searches; measure both on one benchmark")
+    return paired.assign(value=paired["value"] - paired["value of start"])
 
 
 def row_gains(
@@ -225,7 +233,7 @@ def _matrix(values: pd.DataFrame, metrics: list[str]) -> tuple[np.ndarray, dict[
     return matrix, {named[key]: wide.index.get_level_values(key).to_numpy() for key in keys[1:]}
 
 
-def _over_seeds(draws: np.ndarray, seed: int) -> np.ndarray:
+def over_seeds(draws: np.ndarray, seed: int) -> np.ndarray:
     """Draws [samples, metrics] from those of each training [samples, seeds, metrics]: trainings are drawn, too.
 
     What they spread is scaled by √(n / (n - 1)), for n draws out of n spread less than n trainings do."""

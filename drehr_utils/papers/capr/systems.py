@@ -394,7 +394,7 @@ def measured_latency(profile: Profile, texts: Sequence[Passage]) -> pd.DataFrame
             kind = name.removeprefix("CAPR-").lower()  # untrained: time doesn't depend on the weights' values
             model, repeats = build(profile, CaprSystem(name, kind)), 3 if name == CROSS else 30
             for n in size.latency_passages:
-                if name != CROSS or n <= size.latency_limit:
+                if name != CROSS or n <= max(size.latency_limit, min(size.latency_passages)):
                     rows.append((name, n, latency(model, query, texts, n, repeats)))
         return pd.DataFrame(rows, columns=["system", "passages", "seconds"])
 

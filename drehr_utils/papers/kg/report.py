@@ -79,17 +79,33 @@ def gain_draws(
 ) -> pd.DataFrame:
     """Bootstrap draws of every cell's gain over the model `against`, in points: [samples, (system, group, metric)].
 
-    A draw takes a test set's gold concepts with repetition, each with all its mentions and the same for every system
-    and metric, so that any statistic over cells has its interval: take it draw by draw."""
-    frames = []
-    by = {"index": ["query_id", "search_id"], "columns": "metric", "values": "value"}  # the mean over seeds
-    for group, test_set in test_sets.items():
-        values = {model: recall(profile, test_set, model).pivot_table(**by) for model in (against, *systems.values())}
-        gains = pd.concat({(s, group): values[m] - values[against] for s, m in systems.items()}, axis=1)
-        concepts = gains.index.get_level_values("query_id")
-        draws = intervals.bootstrap_means(gains.to_numpy(), profile.resampling, concepts)
-        frames.append(pd.DataFrame(draws, columns=gains.columns))
-    return pd.concat(frames, axis=1).rename_axis(columns=["system", "group", "metric"])
+    A draw takes gold concepts with repetition, each with all its mentions in every test set (one may be part of
+    another) and the same for every system and metric, and trainings, the same for all where all have the same seeds. So
+    any statistic over cells has its interval: take it draw by draw."""
+    frames = [
+        intervals.gained(recall(profile, test_set, model), recall(profile, test_set, against)).assign(system=s, group=g)
+        for g, test_set in test_sets.items()
+        for s, model in systems.items()
+    ]
+    found = pd.concat(frames, ignore_index=True).assign(seed=lambda rows: rows.get("seed", 0))  # NaN: of one training
+    keys = {"index": ["query_id", "group", "search_id"], "columns": ["system", "metric"], "values": "value"}
+    seeds = [part.pivot(**keys) for _, part in found.groupby("seed", dropna=False)]
+    if not all(part.columns.equals(seeds[0].columns) for part in seeds):
+        seeds = [found.pivot_table(**keys)]  # the systems have different trainings: the means over them
+    cells, groups = np.stack(seeds, axis=1), seeds[0].index.get_level_values("group")  # [searches, seeds, cells]
+    of = np.stack([groups == g for g in test_sets], axis=1).astype(float)
+    sums = np.einsum("iv,ig->igv", cells.reshape(len(cells), -1), of).reshape(len(cells), -1)
+
+    def means(sums: np.ndarray) -> np.ndarray:
+        parts, n = sums[..., : -len(test_sets)], sums[..., -len(test_sets) :, None]
+        return parts.reshape(*parts.shape[:-1], len(test_sets), -1) / n
+
+    concepts = seeds[0].index.get_level_values("query_id")
+    draws = intervals.bootstrap(np.hstack([sums, of]), means, profile.resampling, concepts.to_numpy())
+    draws = draws.reshape(len(draws), len(test_sets), *cells.shape[1:])
+    drawn = {g: intervals.over_seeds(draws[:, i], profile.resampling.seed) for i, g in enumerate(test_sets)}
+    table = pd.concat({g: pd.DataFrame(part, columns=seeds[0].columns) for g, part in drawn.items()}, axis=1)
+    return table.rename_axis(columns=["group", "system", "metric"]).reorder_levels([1, 0, 2], axis=1).sort_index(axis=1)
 
 
 def naming_the_parent(test_set: TestSet) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from drehr_utils import artifacts, corpus
 from drehr_utils.config import PairConfig
+from drehr_utils.errors import DataError
 from drehr_utils.evaluation import metrics
 from drehr_utils.knowledge import vocabularies
 from drehr_utils.knowledge.graph import KnowledgeGraph, load_bios
@@ -192,13 +193,15 @@ def supervised_task(profile: Profile) -> tuple[Task, dict[str, TestSet]]:
     """Figure 2's primary task, (mention, description) pairs of some of the annotated notes, and what it is tested on.
 
     In domain: the other notes' mentions. Zero-shot: those of them whose concept the training notes lack, and the other
-    test sets."""
+    test sets. Raises DataError where the profile's sizes leave one of these without a mention."""
     whole, *others = test_sets(profile)
     train, held_out = (whole.of_documents(part) for part in _annotated(profile))
     seen, said = set(train.gold), {text_key(mention.text) for mention in train.mentions}
     unseen = [m for m in held_out.mentions if not m.concepts & seen and text_key(m.text) not in said]
     new = replace(held_out, mentions=unseen)
     own = [replace(held_out, name="held-out notes"), replace(new, name="held-out, unseen concepts")]
+    if empty := [test_set.name for test_set in own if not test_set.mentions]:
+        raise DataError(f"kg.max_mentions, kg.train_documents: {empty[0]} has no mention; take more, or train on fewer")
     return _supervised_pairs(profile, train), {t.name: t for t in (*own, *others)}
 
 

@@ -62,7 +62,7 @@ def trainings(
     2 to 4 test.
 
     `tried`: systems.rates, asked when those have been trained which choose the learning rate (default: rate_search);
-    where it is given, the rows that would have chosen another one are trained at theirs, too."""
+    where it is given, the rows that would have chosen another one are trained on IU X-ray at theirs, too."""
     sizes, here = profile.radiology, systems.collections(profile)
     rows = dict.fromkeys(("A", *([IU] if IU in here else [])), sizes.table1)
     yield from (Training(system, NOTHING) for system in (BM25, pipeline.START))
@@ -85,10 +85,8 @@ def trainings(
     of_iu = [(seed, row) for seed in (0, *seeds) for row in rows.get(IU, ())]
     yield from (Training(row.label, FOLDS + IU, replace(row, seed=seed)) for seed, row in of_iu)
     own = own_rates(tried()) if tried else {}
-    at_own = [replace(row, learning_rate=float(own[row.label])) for row in rows["A"] if row.label in own]
-    at_own = [row for row in at_own if row not in rows["A"]]
-    yield from (Training(row.label, FOLDS + IU, row) for row in at_own if IU in here)
-    yield from (Training(row.label, FOLDS + "A", replace(row, seed=seed)) for seed in seeds for row in at_own)
+    at_own = [replace(row, learning_rate=float(own[row.label])) for row in rows.get(IU, ()) if row.label in own]
+    yield from (Training(row.label, FOLDS + IU, row) for row in at_own if row not in rows[IU])
 
 
 def from_plain(

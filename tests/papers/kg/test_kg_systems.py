@@ -17,7 +17,7 @@ from drehr_utils.config import PairConfig
 from drehr_utils.data.notes import read_splits
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph
-from drehr_utils.papers.kg import linking, rate_search, report
+from drehr_utils.papers.kg import linking, rate_search, report, runs
 from drehr_utils.papers.kg import systems as systems_module
 from drehr_utils.papers.kg.pair_training import (
     log_probability,
@@ -329,6 +329,34 @@ def test_gain_draws_centre_on_the_gain_and_pair_the_systems(profile, tasks):
         gain = rows["BM25", group, metric] - rows["start", group, metric]
         part = draws["BM25", group, metric]
         assert abs(part.mean() - gain) < 4 * part.std() / len(part) ** 0.5 + 0.5 and part.std() > 0
+
+
+@pytest.mark.parametrize("sizes", [{"max_mentions": 2}, {"train_documents": 1.0}])
+def test_a_test_set_without_mentions_is_named(profile, sizes):
+    with pytest.raises(DataError, match="kg.max_mentions, kg.train_documents: held-out notes has no mention"):
+        systems_module.supervised_task(replace(profile, kg=replace(profile.kg, **sizes)))
+
+
+def test_gain_draws_are_joint_over_test_sets_and_draw_trainings(profile):
+    hits = np.random.default_rng(0).integers(0, 2, (2, 60)) * 100.0
+
+    def recorded(seeds, gain=0.0):
+        rows = [
+            {"search_id": f"m{i}", "query_id": f"c{i // 2}", "query_type": "", "metric": "R@1", "seed": seed,
+             "value": hits[seed][i] + gain * seed, "group": group}
+            for seed in seeds for group, n in (("whole", 60), ("copy", 60), ("half", 30)) for i in range(n)
+        ]  # fmt: skip
+        return runs.Recorded(pd.DataFrame(rows))
+
+    sets = {name: linking.TestSet(name, "", {}, {}, []) for name in ("whole", "copy", "half")}
+    start = recorded([0, 1])
+    draws = report.gain_draws(profile, {"up": recorded([0, 1], 10.0), "one": recorded([0])}, sets, start)
+    assert (draws["up", "whole", "R@1"] == draws["up", "copy", "R@1"]).all()
+    assert 0.4 < np.corrcoef(draws["one", "whole", "R@1"], draws["one", "half", "R@1"])[0, 1] < 0.99
+    assert draws["up"].std().max() < 1e-9  # other numbers of trainings beside it: each a mean, +5 whatever is drawn
+    alone = report.gain_draws(profile, {"up": recorded([0, 1], 10.0)}, sets, start)["up", "whole", "R@1"]
+    # Of two trainings that gain 0 and 10, two are drawn: 0, 5, 5, 10, whose spread is scaled by the root of 2
+    assert sorted(alone.round(6).unique()) == [round(5 - 50**0.5, 6), 5, round(5 + 50**0.5, 6)]
 
 
 def test_release_files_take_the_place_of_hpo_and_mesh(tmp_path, monkeypatch, capsys):
