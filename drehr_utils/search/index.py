@@ -20,7 +20,7 @@ import os
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -202,6 +202,8 @@ class NoteIndex:
             gone = known.keys() - digests.keys() - set(unread)
             if placed_in:
                 gone -= self._remember(placed_in, digests, known.keys() & {note.note_id for note in wanted})
+            if remove_gone:
+                self._keep_places({place: ids - gone for place, ids in self._places().items()})
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
@@ -228,10 +230,7 @@ class NoteIndex:
     def _remember(self, place: Path, given: Iterable[str], replaced: Set[str]) -> set[str]:
         """The ids of other places than this one: an id is the first place's that gave it, while that is there.
         DataError where one of the notes that would be `replaced` is another place's."""
-        path, here = self.folder / _PLACES, str(place.absolute())
-        with files.naming(path, "delete it"):
-            known = {one: set(ids) for one, ids in dict(json.loads(path.read_bytes())).items()} if path.exists() else {}
-        there = {one: ids for one, ids in known.items() if Path(one).exists()}
+        there = {one: ids for one, ids in self._places().items() if Path(one).exists()}
         own = [one for one in there if place.samefile(one)]  # by a link, too, or a path with ".."
         others = {one: ids for one, ids in there.items() if one not in own}
         for one, ids in others.items():
@@ -243,9 +242,18 @@ class NoteIndex:
                 )
         elsewhere = set().union(*others.values())
         mine = set(given).union(*(there[one] for one in own)) - elsewhere
-        owners = {one: sorted(ids) for one, ids in (others | {own[0] if own else here: mine}).items()}
-        files.write_atomically(path, json.dumps(owners).encode())
+        self._keep_places(others | {own[0] if own else str(place.absolute()): mine})
         return elsewhere
+
+    def _places(self) -> dict[str, set[str]]:
+        path = self.folder / _PLACES
+        with files.naming(path, "delete it"):
+            found = dict(json.loads(path.read_bytes())) if path.exists() else {}
+            return {place: set(ids) for place, ids in found.items()}
+
+    def _keep_places(self, places: Mapping[str, Set[str]]) -> None:
+        ids = {place: sorted(ids) for place, ids in places.items()}
+        files.write_atomically(self.folder / _PLACES, json.dumps(ids).encode())
 
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""

@@ -82,11 +82,12 @@ def gain_draws(
     A draw takes gold concepts with repetition, each with all its mentions in every test set (one may be part of
     another) and the same for every system and metric, and trainings, the same for all where all have the same seeds. So
     any statistic over cells has its interval: take it draw by draw."""
-    frames = [
-        intervals.gained(recall(profile, test_set, model), recall(profile, test_set, against)).assign(system=s, group=g)
-        for g, test_set in test_sets.items()
-        for s, model in systems.items()
-    ]
+    frames = []
+    for group, test_set in test_sets.items():
+        base = recall(profile, test_set, against)
+        for name, model in systems.items():
+            gains = intervals.gained(recall(profile, test_set, model), base)
+            frames.append(gains.assign(system=name, group=group))
     found = pd.concat(frames, ignore_index=True).assign(seed=lambda rows: rows.get("seed", 0))  # NaN: of one training
     keys = {"index": ["query_id", "group", "search_id"], "columns": ["system", "metric"], "values": "value"}
     seeds = [part.pivot(**keys) for _, part in found.groupby("seed", dropna=False)]
