@@ -58,7 +58,7 @@ def test_what_is_recorded_is_what_was_measured(smoke, decoder, capsys, monkeypat
     assert "radiology.csv" not in capsys.readouterr().out  # nothing is made twice
     with pytest.raises(SystemExit) as stop:
         runs.main(["--check"])
-    assert stop.value.code == 1 and capsys.readouterr().out.count("not there") == 11  # seed 2: A, B, IU X-ray, tuned, Table 1
+    assert stop.value.code == 1 and capsys.readouterr().out.count("not there") == 11  # seed 2: all models, Table 1
     assert (committed.read_bytes() if committed.exists() else None) == before
 
 
