@@ -20,7 +20,7 @@ import os
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -34,6 +34,7 @@ from drehr_utils.data.notes import Note, chunk_note
 from drehr_utils.errors import DataError
 from drehr_utils.knowledge.graph import KnowledgeGraph, collector_paused
 from drehr_utils.knowledge.negation import denied_in
+from drehr_utils.search import places
 from drehr_utils.search.bm25 import WordCounts
 from drehr_utils.search.dense import dense_scores
 from drehr_utils.search.expansion import expand_query
@@ -201,9 +202,11 @@ class NoteIndex:
             wanted = [note for note in notes if known.get(note.note_id) != digests[note.note_id]]
             gone = known.keys() - digests.keys() - set(unread)
             if placed_in:
-                gone -= self._remember(placed_in, digests, known.keys() & {note.note_id for note in wanted})
+                gone -= places.claim(
+                    self.folder / _PLACES, placed_in, digests, known.keys() & {note.note_id for note in wanted}
+                )
             if remove_gone:
-                self._keep_places({place: ids - gone for place, ids in self._places().items()})
+                places.forget(self.folder / _PLACES, gone)
             if wanted or (gone and remove_gone) or not (self.folder / _WORDS).exists():
                 unfinished.touch()
             with tqdm(total=len(wanted), unit="note", desc="indexing", disable=not progress or not wanted) as bar:
@@ -226,34 +229,6 @@ class NoteIndex:
                 unfinished.unlink()
         new = sum(note.note_id not in known for note in wanted)
         return Update(new, len(wanted) - new, len(notes) - len(wanted), len(gone))
-
-    def _remember(self, place: Path, given: Iterable[str], replaced: Set[str]) -> set[str]:
-        """The ids of other places than this one: an id is the first place's that gave it, while that is there.
-        DataError where one of the notes that would be `replaced` is another place's."""
-        there = {one: ids for one, ids in self._places().items() if Path(one).exists()}
-        own = [one for one in there if place.samefile(one)]  # by a link, too, or a path with ".."
-        others = {one: ids for one, ids in there.items() if one not in own}
-        for one, ids in others.items():
-            if taken := ids & replaced:
-                raise DataError(
-                    f"{place.absolute().name}: {len(taken)} of its notes would replace those of the same paths or rows "
-                    f"in {one}; if they are newer ones of the same, move that away; else give tables a column of ids, "
-                    "index one folder above both, or name another index"
-                )
-        elsewhere = set().union(*others.values())
-        mine = set(given).union(*(there[one] for one in own)) - elsewhere
-        self._keep_places(others | {own[0] if own else str(place.absolute()): mine})
-        return elsewhere
-
-    def _places(self) -> dict[str, set[str]]:
-        path = self.folder / _PLACES
-        with files.naming(path, "delete it"):
-            found = dict(json.loads(path.read_bytes())) if path.exists() else {}
-            return {place: set(ids) for place, ids in found.items()}
-
-    def _keep_places(self, places: Mapping[str, Set[str]]) -> None:
-        ids = {place: sorted(ids) for place, ids in places.items()}
-        files.write_atomically(self.folder / _PLACES, json.dumps(ids).encode())
 
     def rows_of(self, notes: Sequence[Note]) -> pa.Table:
         """The notes' chunks, encoded, as rows of the table."""
